@@ -1,0 +1,61 @@
+"""What the guard decided for a compiled function: readable afterwards, kept with Thunder's own compile statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import thunder
+from thunder.core.compile_data import _compile_data
+
+from guarded_nvfuser.hazards import Hazard
+from guarded_nvfuser.options import OnHazard
+
+_ATTRIBUTE = "guarded_nvfuser_verdicts"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on one compilation.
+
+    Attributes:
+        mode: what was to be done on a hazard.
+        hazards: the hazards of the regions that Thunder's own passes formed; empty: they were kept as they are.
+    """
+
+    mode: OnHazard
+    hazards: tuple[Hazard, ...]
+
+    @property
+    def safe(self) -> bool:
+        """Whether Thunder's regions mean what the program means."""
+        return not self.hazards
+
+
+def record(verdict: Verdict) -> None:
+    """Keep a verdict with the statistics of the compilation under way."""
+    _, stats = _compile_data.get()
+    if stats is not None:
+        stats.__dict__.setdefault(_ATTRIBUTE, []).append(verdict)
+
+
+def verdicts(jitted: Callable) -> tuple[Verdict, ...]:
+    """The verdicts on a function compiled with this executor, one per compilation that wrote memory.
+
+    Args:
+        jitted: what `thunder.jit` returned.
+
+    Raises:
+        TypeError: `jitted` was not made by `thunder.jit`.
+        RuntimeError: it was never called, so nothing was compiled yet.
+    """
+    stats = thunder.compile_stats(jitted)
+    if stats is None:
+        raise TypeError(
+            f"{jitted!r} is not a compiled function: pass what thunder.jit(fn, executors=[guarded_nvfuser_ex]) returned"
+        )
+    if stats.cache_misses == 0:
+        raise RuntimeError(
+            f"{jitted!r} was never called, so Thunder has not compiled it yet: call it once, then ask again"
+        )
+    return tuple(stats.__dict__.get(_ATTRIBUTE, ()))
