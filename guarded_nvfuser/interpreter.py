@@ -1,0 +1,150 @@
+"""Regions without a GPU: the same ops through Thunder's PyTorch executor, in an order that nvFuser could choose.
+
+The two schedules show less than real nvFuser can do (whole tensors, no races inside an op), so they are no judge; they
+are how regions run on the CPU, and how PyTorch runs a region whose layouts nvFuser would get wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from thunder.core import prims
+from thunder.core.codeutils import SigInfo
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.transform_common import dce
+from thunder.executors.passes import _transform_for_operator_executor_execution
+from thunder.extend import OperatorExecutor, get_always_executors
+
+from guarded_nvfuser.contract import Body, moved_results, read_before_written
+from guarded_nvfuser.effects import prim_id, tensors
+from guarded_nvfuser.options import Schedule, current_schedule
+
+# Thunder's PyTorch executor has no implementation of prims.lerp; nvFuser does.
+_extra = OperatorExecutor("guarded_nvfuser_torch")
+_lerp = _extra.register_operator("lerp", like=prims.lerp, fn=torch.lerp)
+_extra.register_implementation(prims.lerp, _lerp)
+
+
+def eager(bsyms: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy], name: str) -> Callable:
+    """A function that runs a region's ops one by one in PyTorch, in program order.
+
+    Args:
+        bsyms: the region's flat symbols.
+        inputs: its inputs, which are the function's parameters.
+        outputs: its outputs, which the function returns as a list.
+        name: the region's name.
+
+    Returns:
+        A callable of `len(inputs)` arguments.
+    """
+    return _callable(list(bsyms), inputs, outputs, name)
+
+
+def scheduled(
+    bsyms: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy], name: str, which: Schedule
+):
+    """A function that runs a region under a schedule of the contract; see `eager` for the arguments.
+
+    Where the contract itself promises that reads come before updates, both schedules are the late one.
+    """
+    body = Body(tuple(bsyms), tensors(inputs), tensors(outputs), any_device=True)
+    ordered = read_before_written(body)
+    fixed = all(id(update) in ordered for update in body.updates)
+    plan = _late(bsyms) if fixed or which is Schedule.LATE else _early(bsyms)
+    return _callable(_returning_memory(_reading_sources(plan), inputs, outputs), inputs, outputs, name)
+
+
+class InterpretedRegion:
+    """What a region's symbol calls on a machine without a GPU: compiled once per schedule, on first use."""
+
+    def __init__(
+        self, bsyms: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy], name: str
+    ) -> None:
+        self.name = name
+        self._parts = tuple(bsyms), tuple(inputs), tuple(outputs)
+        self._compiled: dict[Schedule, Callable] = {}
+
+    def __call__(self, *args: Any) -> list:
+        which = current_schedule()
+        if which not in self._compiled:
+            self._compiled[which] = scheduled(*self._parts, self.name, which)
+        return self._compiled[which](*args)
+
+    def __repr__(self) -> str:
+        return f"InterpretedRegion({self.name})"
+
+
+def _callable(bsyms: list[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy], name: str) -> Callable:
+    trace = TraceCtx()
+    trace.args = tuple(inputs)
+    trace._siginfo = SigInfo.from_name_and_args(name, inputs)
+    trace.names = {p.name for b in bsyms for p in (*b.flat_proxy_args, *b.flat_proxy_outs)} | {p.name for p in inputs}
+    with tracectx(trace):
+        unpacked = [prims.unpack_trivial.bind(proxy, name=proxy.name, output=proxy) for proxy in inputs]
+        trace.bound_symbols = [*unpacked, *bsyms, prims.python_return.bind(list(outputs), output=None)]
+    claimed = _transform_for_operator_executor_execution(dce(trace), (_extra, *get_always_executors()))
+    return claimed.python_callable(include_decorators=False)
+
+
+def _is_update(bsym: BoundSymbol) -> bool:
+    return prim_id(bsym) is PrimIDs.COPY_
+
+
+def _late(bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
+    return [b for b in bsyms if not _is_update(b)] + [b for b in bsyms if _is_update(b)]
+
+
+def _early(bsyms: Sequence[BoundSymbol]) -> list[BoundSymbol]:
+    """Each update right behind what its source needs, before everything else."""
+    producer = {out.name: bsym for bsym in bsyms for out in bsym.flat_proxy_outs}
+    placed: dict[int, BoundSymbol] = {}
+
+    def place(bsym: BoundSymbol) -> None:
+        stack = [(bsym, False)]
+        while stack:
+            current, ready = stack.pop()
+            if ready:
+                placed.setdefault(id(current), current)
+            elif id(current) not in placed:
+                stack.append((current, True))
+                args = current.flat_proxy_args[:1] if _is_update(current) else current.flat_proxy_args
+                stack.extend((producer[a.name], False) for a in args if a.name in producer)
+
+    for bsym in (*filter(_is_update, bsyms), *bsyms):
+        place(bsym)
+    return list(placed.values())
+
+
+def _reading_sources(plan: list[BoundSymbol]) -> list[BoundSymbol]:
+    """Let readers of an update's result read its source: inside a fusion that is the value, wherever the store
+    happens.
+    """
+    swap = {}
+    for bsym in plan:
+        if _is_update(bsym) and bsym.flat_proxy_outs:
+            swap[variableify(bsym.flat_proxy_outs[0])] = bsym.flat_proxy_args[0]
+    return [b.from_bsym_swap_proxies(swap, skip_output=True) if swap else b for b in plan]
+
+
+def _returning_memory(plan: list[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy]) -> list[BoundSymbol]:
+    """Return results that only move an input's data as that input's memory, as nvFuser does
+    (csrc/alias_analysis.cpp).
+    """
+    moved = {out.name for out, _ in moved_results(Body(tuple(plan), tensors(inputs), tensors(outputs)))}
+    producer = {out.name: bsym for bsym in plan for out in tensors(bsym.flat_outs)}
+    plain: set[int] = set()
+    for name in moved:
+        while name in producer and len(tensors(producer[name].flat_args)) == 1:
+            if prim_id(producer[name]) is PrimIDs.CLONE:
+                plain.add(id(producer[name]))
+            name = tensors(producer[name].flat_args)[0].name
+    return [_shallow(bsym) if id(bsym) in plain else bsym for bsym in plan]
+
+
+def _shallow(bsym: BoundSymbol) -> BoundSymbol:
+    return prims.shallow_copy.bind(tensors(bsym.flat_args)[0], output=tensors(bsym.flat_outs)[0])
