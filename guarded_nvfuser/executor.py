@@ -1,0 +1,210 @@
+"""The executor: Thunder's nvFuser executor with a check between forming regions and defining fusions."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from thunder.core.compile_data import get_compile_data
+from thunder.core.devices import Device, DeviceType
+from thunder.core.proxies import TensorProxy
+from thunder.core.pytree import tree_map
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, detached_trace
+from thunder.extend import ImplInfo
+
+from guarded_nvfuser import loading
+from guarded_nvfuser.definition import guarded_wrapper
+from guarded_nvfuser.effects import tensors
+from guarded_nvfuser.errors import HazardError, HazardWarning, layout_error, reasons
+from guarded_nvfuser.hazards import Hazard, judge, program_hazards
+from guarded_nvfuser.interpreter import InterpretedRegion
+from guarded_nvfuser.options import OnHazard, current_on_hazard, interpreting, parse_on_hazard
+from guarded_nvfuser.prepare import in_program_order
+from guarded_nvfuser.regions import form
+from guarded_nvfuser.results import in_doubt, keep_updates, separate_results, settle
+from guarded_nvfuser.states import Program, analyse, writes_anything
+from guarded_nvfuser.verdict import Verdict, record
+
+impl = loading.load()
+log = logging.getLogger("guarded_nvfuser")
+_CUDA = Device("cuda:0")
+
+
+class InterpretableNvFuserExecutor(impl.nvFuserExecutor):
+    """Thunder's nvFuser executor; with `GUARDED_NVFUSER_INTERPRET=1` it forms the same regions on CPU tensors.
+
+    It shares the stock executor's op tables and guards nothing: the demo and the tests compare the guard with it.
+
+    Args:
+        name: what the executor is registered as.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._implmap, self._opmap, self._lookasides = impl.ex._implmap, impl.ex._opmap, impl.ex._lookasides
+
+    def can_execute(self, bsym: BoundSymbol) -> bool:
+        """Whether nvFuser supports an op; when interpreting, asked as if its tensors lived on a GPU."""
+        if not interpreting():
+            return super().can_execute(bsym)
+        info = self.implmap.get(bsym.sym.id)
+        return info is not None and (info.checker is None or _check_as_cuda(info, bsym))
+
+    def has_cuda_input_or_output(self, bsym: BoundSymbol) -> bool:
+        """Whether an op touches a GPU tensor; when interpreting, any tensor."""
+        if not interpreting():
+            return super().has_cuda_input_or_output(bsym)
+        return bool(tensors((*bsym.flat_args, *bsym.flat_outs)))
+
+    def fuse(self, region: Any, fusion_counter: int) -> BoundSymbol:
+        """Make a region one symbol; see `nvFuserExecutor.fuse` in thunder/executors/nvfuserex_impl.py."""
+        bsym = super().fuse(region, fusion_counter)
+        return self.register_temporary_operation(
+            bsym.sym.name,
+            self.region_callable(bsym),
+            inputs=list(bsym.args),
+            outputs=list(bsym.output),
+            bsyms=list(bsym.subsymbols),
+        )
+
+    def region_callable(self, bsym: BoundSymbol) -> Any:
+        """What a region's symbol calls: the interpreter, or Thunder's wrapper with descriptors that work on every
+        release.
+        """
+        if interpreting():
+            return InterpretedRegion(bsym.subsymbols, bsym.flat_proxy_args, bsym.flat_proxy_outs, bsym.sym.name)
+        return guarded_wrapper(impl, bsym._call_ctx[bsym.sym.name], bsym, None)
+
+
+class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
+    """Thunder's nvFuser executor, kept from giving anything but what PyTorch eager gives.
+
+    Args:
+        on_hazard: what to do where a read may see the wrong state, "raise" or "fallback"; None: the environment
+            variable
+            `GUARDED_NVFUSER_ON_HAZARD`, else "fallback". The context manager `on_hazard` and the compile option
+            `guard_on_hazard` have precedence, in this order.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+
+    def __init__(self, on_hazard: str | OnHazard | None = None) -> None:
+        super().__init__("guarded_nvfuser")
+        self._on_hazard = (
+            None if on_hazard is None else parse_on_hazard(on_hazard, "GuardedNvFuserExecutor(on_hazard=...)")
+        )
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        """Form regions, judge them, and return only what means the same as the trace in program order.
+
+        Args:
+            trace: the computation trace, forward and backward together.
+
+        Returns:
+            The trace with fusions.
+
+        Raises:
+            HazardError: mode "raise" and a hazard, or a program that cannot be run right in any mode.
+            ValueError: an unknown mode, or the stock executor beside this one.
+        """
+        _refuse_stock_beside()
+        mode = current_on_hazard(self._on_hazard)
+        if not writes_anything(trace):
+            fused = super().fusion_pass(trace)
+            return self._with_eager_results(analyse(trace), fused) if in_doubt(trace, fused) else fused
+        program = analyse(trace)
+        if beyond_repair := program_hazards(program):
+            raise HazardError(beyond_repair)
+        fused, hazards = self._stock(program)
+        record(Verdict(mode, hazards))
+        if hazards and mode is OnHazard.RAISE:
+            raise HazardError(hazards)
+        return (
+            self._fall_back(program, hazards) if hazards or fused is None else self._with_eager_results(program, fused)
+        )
+
+    def _stock(self, program: Program) -> tuple[TraceCtx | None, tuple[Hazard, ...]]:
+        """Thunder's own fusion of a program and its hazards; no trace where Thunder's passes fail
+        (lightning-thunder#2776).
+        """
+        try:
+            fused = super().fusion_pass(program.trace)
+        except AssertionError as failed:
+            log.info("Thunder's fusion pass failed (%s); regions are formed in memory order", failed)
+            return None, ()
+        return fused, judge(program, fused, any_device=interpreting())
+
+    def _fall_back(self, program: Program, hazards: tuple[Hazard, ...]) -> TraceCtx:
+        """Leave the ops on the hazards' buffers to PyTorch and form the other regions again, until no hazard is left."""
+        barred: frozenset[str] = frozenset()
+        judged = program
+        while True:
+            _tell(hazards)
+            more = barred | {name for h in hazards for name in judged.names[h.buffer] if name in program.buffer_of}
+            if hazards and more == barred:
+                raise HazardError(hazards)
+            barred = more
+            judged = analyse(keep_updates(in_program_order(program, barred) if barred else program))
+            fused = self._form(judged, barred)
+            hazards = judge(judged, fused, any_device=interpreting())
+            if not hazards:
+                return fused
+
+    def _form(self, program: Program, barred: frozenset[str]) -> TraceCtx:
+        buffers = frozenset(program.buffer_of[name] for name in barred)
+        fused = self._clean_up(form(self, program, buffers))
+        defined = impl.update_fusion_call_ctx(fused)
+        defined.set_provenance(TraceProvenance("Fusion (guarded_nvfuser)"))
+        return self._with_eager_results(program, defined)
+
+    def _clean_up(self, fused: TraceCtx) -> TraceCtx:
+        """Thunder's passes over a trace with fusions, up to the final definition."""
+        if self._use_rematerialization:
+            fused = impl.rematerialize(fused)
+        return impl.dce(self.cse(impl.remove_redundant_casts(fused)))
+
+    def _with_eager_results(self, program: Program, fused: TraceCtx) -> TraceCtx:
+        return separate_results(program, settle(self, program, fused))
+
+    def region_callable(self, bsym: BoundSymbol) -> Any:
+        """As in the base class, with the layout check in the mode of the compilation under way."""
+        if interpreting():
+            return super().region_callable(bsym)
+        refuse = _refuse_layout if current_on_hazard(self._on_hazard) is OnHazard.RAISE else None
+        return guarded_wrapper(impl, bsym._call_ctx[bsym.sym.name], bsym, refuse)
+
+
+def _refuse_stock_beside() -> None:
+    compile_data = get_compile_data()
+    if compile_data is not None and "nvfuser" in (str(executor.name) for executor in compile_data.executors_list):
+        raise ValueError(
+            "executors holds both 'nvfuser' and 'guarded_nvfuser': the first would fuse without the second's check. "
+            "Leave 'nvfuser' out; guarded_nvfuser runs the same fusions: thunder.jit(fn, executors=[guarded_nvfuser_ex])"
+        )
+
+
+def _refuse_layout(region: BoundSymbol, positions: Sequence[int]) -> None:
+    raise layout_error(region, [region.args[index] for index in positions])
+
+
+def _tell(hazards: Sequence[Hazard]) -> None:
+    for reason in reasons(hazards).values():
+        log.info("%s", reason)
+        warnings.warn(reason, HazardWarning, stacklevel=2)
+
+
+def _check_as_cuda(info: ImplInfo, bsym: BoundSymbol) -> bool:
+    with detached_trace():
+        args, kwargs = tree_map(_as_cuda, (bsym.args, bsym.kwargs))
+        return info.checker(*args, **kwargs)
+
+
+def _as_cuda(value: Any) -> Any:
+    if isinstance(value, TensorProxy) and value.device.devicetype is DeviceType.CPU:
+        return TensorProxy(shape=value.shape, device=_CUDA, dtype=value.dtype, requires_grad=value.requires_grad)
+    return _CUDA if isinstance(value, Device) and value.devicetype is DeviceType.CPU else value
