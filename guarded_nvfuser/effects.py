@@ -126,6 +126,9 @@ _MAYBE_SELF_NAMES = frozenset(
         "feature_alpha_dropout dropout1d dropout2d dropout3d native_dropout broadcast_tensors meshgrid"
     ).split()
 )
+_CONVERSION_NAMES = frozenset("bfloat16 bool byte cdouble cfloat chalf char double float half int long short".split())
+_SCHEMA_PREFIXES = ("", "special_", "linalg_", "fft_")  # torch.special.i1 is aten::special_i1
+_HIDDEN_VIEW_NAMES = frozenset(("contiguous", "diagonal"))
 # They update statistics that their schemas do not mark as written (torch/_refs,
 # aten/src/ATen/native/Normalization.cpp).
 _SILENT_WRITERS = frozenset(
@@ -171,14 +174,22 @@ def leaves(bsym: BoundSymbol) -> Iterator[tuple[BoundSymbol, Effects]]:
     elif bsym.subsymbols:
         for sub in bsym.subsymbols:
             yield from leaves(sub)
-        if bsym.sym.name in _MAYBE_SELF_NAMES:
-            yield bsym, Effects(shares=_everything_shared(bsym))
+        if is_hidden_view(bsym) or bsym.sym.name in _MAYBE_SELF_NAMES:
+            yield bsym, Effects(shares=tuple((out, tensors(bsym.flat_args)[0]) for out in tensors(bsym.flat_outs)))
     elif bsym.sym.python_impl is not None:
         yield bsym, Effects(reads=tensors(bsym.flat_args))
     elif _is_passthrough(bsym):
         yield bsym, NONE
     else:
         yield bsym, _opaque(bsym)
+
+
+def is_hidden_view(bsym: BoundSymbol) -> bool:
+    """Whether eager runs an op as a view, or may, although Thunder decomposes it into a computation.
+
+    nvFuser would give its result memory of its own (tests/test_effects.py::test_thunders_views_are_views).
+    """
+    return bsym.sym.name in _HIDDEN_VIEW_NAMES and bool(tensors(bsym.flat_args))
 
 
 def _declared(bsym: BoundSymbol) -> Effects | None:
@@ -222,6 +233,8 @@ def _of_torch_op(bsym: BoundSymbol) -> Effects | None:
     name = bsym.sym.name
     if name in _SILENT_WRITERS:
         return None
+    if name in _CONVERSION_NAMES:
+        return _of_conversion(tensors(bsym.flat_args), tensors(bsym.flat_outs))
     if name.endswith("_vjp") or name in _MAYBE_SELF_NAMES:
         return Effects(reads=tensors(bsym.flat_args), shares=_everything_shared(bsym))
     declared = schema_effects(name)
@@ -241,7 +254,8 @@ def schema_effects(name: str) -> str | None:
     Returns:
         "writes", "shares" or "fresh", the worst over its overloads without `out=`; None where PyTorch has no such op.
     """
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    found = (torch._C._jit_get_schemas_for_operator(f"aten::{prefix}{name}") for prefix in _SCHEMA_PREFIXES)
+    schemas = next(filter(None, found), [])
     written = [[a for a in s.arguments if a.alias_info is not None and a.alias_info.is_write] for s in schemas]
     if not schemas:
         return None

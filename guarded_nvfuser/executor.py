@@ -16,15 +16,16 @@ from thunder.core.trace import TraceCtx, TraceProvenance, detached_trace
 from thunder.extend import ImplInfo
 
 from guarded_nvfuser import loading
+from guarded_nvfuser.cse import merge_common
 from guarded_nvfuser.definition import guarded_wrapper
 from guarded_nvfuser.effects import tensors
 from guarded_nvfuser.errors import HazardError, HazardWarning, layout_error, reasons
 from guarded_nvfuser.hazards import Hazard, judge, program_hazards
 from guarded_nvfuser.interpreter import InterpretedRegion
 from guarded_nvfuser.options import OnHazard, current_on_hazard, interpreting, parse_on_hazard
-from guarded_nvfuser.prepare import in_program_order
-from guarded_nvfuser.regions import form
-from guarded_nvfuser.results import in_doubt, keep_updates, separate_results, settle
+from guarded_nvfuser.prepare import in_program_order, without_dead_writes
+from guarded_nvfuser.regions import form, touches
+from guarded_nvfuser.results import exposed_views, in_doubt, keep_updates, separate_results, settle
 from guarded_nvfuser.states import Program, analyse, writes_anything
 from guarded_nvfuser.verdict import Verdict, record
 
@@ -115,32 +116,46 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         _refuse_stock_beside()
         mode = current_on_hazard(self._on_hazard)
         if not writes_anything(trace):
-            fused = super().fusion_pass(trace)
-            return self._with_eager_results(analyse(trace), fused) if in_doubt(trace, fused) else fused
+            return self._without_writes(trace)
         program = analyse(trace)
         if beyond_repair := program_hazards(program):
             raise HazardError(beyond_repair)
+        program = without_dead_writes(program)
         fused, hazards = self._stock(program)
         record(Verdict(mode, hazards))
         if hazards and mode is OnHazard.RAISE:
             raise HazardError(hazards)
-        return (
-            self._fall_back(program, hazards) if hazards or fused is None else self._with_eager_results(program, fused)
-        )
+        if hazards or fused is None or exposed_views(program):
+            return self._fall_back(program, hazards)
+        settled = self._with_eager_results(program, fused)
+        if settled is not fused and judge(program, settled, any_device=interpreting()):
+            return self._fall_back(program, ())  # a region left with an update alone needs to be tied to the forward
+        return settled
+
+    def _without_writes(self, trace: TraceCtx) -> TraceCtx:
+        """Nothing is written: only the memory of the results can differ from eager's, and is looked at if in doubt."""
+        fused = super().fusion_pass(trace)
+        if not in_doubt(trace, fused):
+            return fused
+        program = analyse(trace)
+        if exposed_views(program):
+            return self._form(program, frozenset())
+        return self._with_eager_results(program, fused)
 
     def _stock(self, program: Program) -> tuple[TraceCtx | None, tuple[Hazard, ...]]:
-        """Thunder's own fusion of a program and its hazards; no trace where Thunder's passes fail
+        """Thunder's own fusion of a program, and its hazards; no trace where its passes fail
         (lightning-thunder#2776).
         """
         try:
             fused = super().fusion_pass(program.trace)
-        except AssertionError as failed:
+            fused = impl.dce(fused) if program.joint else fused  # a dropped region leaves what only it needed
+        except (AssertionError, RuntimeError) as failed:
             log.info("Thunder's fusion pass failed (%s); regions are formed in memory order", failed)
             return None, ()
         return fused, judge(program, fused, any_device=interpreting())
 
     def _fall_back(self, program: Program, hazards: tuple[Hazard, ...]) -> TraceCtx:
-        """Leave the ops on the hazards' buffers to PyTorch and form the other regions again, until no hazard is left."""
+        """Leave the ops on the hazards' buffers to PyTorch and form regions again, until no hazard is left."""
         barred: frozenset[str] = frozenset()
         judged = program
         while True:
@@ -156,17 +171,21 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
                 return fused
 
     def _form(self, program: Program, barred: frozenset[str]) -> TraceCtx:
-        buffers = frozenset(program.buffer_of[name] for name in barred)
-        fused = self._clean_up(form(self, program, buffers))
-        defined = impl.update_fusion_call_ctx(fused)
+        """Regions over a program, without the ops that touch barred buffers and those whose sharing nvFuser would
+        lose.
+        """
+        buffers, views = frozenset(program.buffer_of[name] for name in barred), exposed_views(program)
+        fused = form(self, program, lambda bsym: id(bsym) in views or touches(bsym, buffers, program))
+        fused = self._clean_up(program, fused)
+        defined = impl.update_fusion_call_ctx(impl.dce(fused) if program.joint else fused)
         defined.set_provenance(TraceProvenance("Fusion (guarded_nvfuser)"))
         return self._with_eager_results(program, defined)
 
-    def _clean_up(self, fused: TraceCtx) -> TraceCtx:
-        """Thunder's passes over a trace with fusions, up to the final definition."""
+    def _clean_up(self, program: Program, fused: TraceCtx) -> TraceCtx:
+        """Thunder's passes over a trace with fusions, up to the final definition, with this library's CSE."""
         if self._use_rematerialization:
             fused = impl.rematerialize(fused)
-        return impl.dce(self.cse(impl.remove_redundant_casts(fused)))
+        return impl.dce(merge_common(program, impl.remove_redundant_casts(fused)))
 
     def _with_eager_results(self, program: Program, fused: TraceCtx) -> TraceCtx:
         return separate_results(program, settle(self, program, fused))

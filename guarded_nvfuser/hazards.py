@@ -202,9 +202,19 @@ class _Judge:
             self.read(leaf, read, self.now(read))
         for target in effects.writes:
             self.land(leaf, target.name)
+        self.check_shares(leaf, effects)
         for out, source in effects.shares:
             if source.name in self.risks and not effects.writes:
                 self.risks[out.name] = self.risks[source.name]
+
+    def check_shares(self, leaf: BoundSymbol, effects: Effects, region: str | None = None) -> None:
+        """A view or an update of one buffer where the program has another: a pass took two tensors for one."""
+        program = self.program
+        for out, source in effects.shares:
+            mine, other = program.buffer_of.get(out.name), program.buffer_of.get(source.name)
+            if mine != other and (mine in program.writes or other in program.writes):
+                name = out.name if mine in program.writes else source.name
+                self.add(Kind.WAW, name, leaf, self.now(name), self.now(name) + 1, region)
 
     def read(self, leaf: BoundSymbol, name: str, seen: int, region: str | None = None) -> None:
         """One read of `name` at state `seen`: compare with what the program says, and with what its memory may be."""
@@ -297,6 +307,7 @@ class _Judge:
                 self.blame(leaf, read, region)
             elif must != seen:
                 self.add(self.kind(leaf, must, seen), read, leaf, must, seen, region)
+        self.check_shares(leaf, effects, region)
         for out, source in effects.shares:
             carried[out.name] = carried.get(source.name, self.program.bound.get(source.name, 0))
         if not effects.writes:
@@ -315,15 +326,20 @@ class _Judge:
         self.add(kind, target, violation.reader, state, state + 1, region, violation.rule)
 
     def mark_risks(self, body: Body, carried: dict[str, int]) -> None:
-        """Results that only move data of an input or of another result may be its memory (contract, rule 4)."""
+        """Results whose memory is in doubt: moved data of an input or of another result (contract, rule 4), and views
+        of memory outside that the region computes."""
+        program = self.program
         for out, source in moved_results(body):
-            buffer, own = self.program.buffer_of.get(source.name, -1), self.program.buffer_of.get(out.name)
-            if buffer in self.program.writes or own in self.program.writes:
-                copy = buffer != own
-                state = carried.get(source.name, self.program.bound.get(source.name, 0))
-                if source.name in {p.name for p in body.inputs} and not copy:
-                    state = carried.get(out.name, state)
-                self.risks[out.name] = (*self.risks.get(out.name, ()), _Risk(buffer, state, copy))
+            buffer, own = program.buffer_of.get(source.name, -1), program.buffer_of.get(out.name)
+            if buffer in program.writes or own in program.writes:
+                state = carried.get(source.name, program.bound.get(source.name, 0))
+                self.risks[out.name] = (*self.risks.get(out.name, ()), _Risk(buffer, state, copy=buffer != own))
+        updated = {out.name for update in body.updates for out in tensors(update.flat_outs)}
+        for out in body.outputs:
+            buffer = program.buffer_of.get(out.name)
+            if buffer in program.writes and out.name in program.derived - updated and out.name not in self.risks:
+                state = carried.get(out.name, program.bound.get(out.name, 0))
+                self.risks[out.name] = (_Risk(buffer, state, copy=False),)
 
     # --- when the forward returns
 

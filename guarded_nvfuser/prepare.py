@@ -8,9 +8,11 @@ state that the forward overwrites is copied first (tests/test_autograd.py).
 from __future__ import annotations
 
 from thunder.core import prims
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy, Variable
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.transform_common import dce
 
 from guarded_nvfuser.effects import leaves, tensors
 from guarded_nvfuser.states import Program, analyse
@@ -27,6 +29,46 @@ def in_program_order(program: Program, barred: frozenset[str]) -> Program:
         The analysed new program; it means what PyTorch eager does, or better (a gradient where eager would refuse).
     """
     return analyse(_Renaming(program, frozenset(program.buffer_of[name] for name in barred)).trace())
+
+
+def without_dead_writes(program: Program) -> Program:
+    """Drop writes to memory that the program allocated and never looks at again.
+
+    Thunder keeps every copy (prims.copy_ is DONT_DCE); one that nobody reads may end up behind the return, or alone
+    in the backward (lightning-thunder#2776, tests/test_fallback.py::test_dead_write).
+
+    Args:
+        program: the program as Thunder traced it.
+
+    Returns:
+        The analysed program without them; the same one if there are none.
+    """
+    wanted = {program.buffer_of[name] for name in (*program.results, *program.gradients)} | program.inputs
+    kept: list[BoundSymbol] = []
+    for bsym in reversed(program.trace.bound_symbols):
+        written = _written(program, bsym)
+        if written is not None and not (written & wanted):
+            continue
+        kept.append(bsym)
+        stack = [bsym]
+        while stack:
+            current = stack.pop()
+            wanted |= {program.buffer_of[arg.name] for arg in tensors(current.flat_args)}
+            stack.extend(current.subsymbols)
+    if len(kept) == len(program.trace.bound_symbols):
+        return program
+    trace = from_trace(program.trace)
+    trace.bound_symbols = kept[::-1]
+    return analyse(dce(trace))
+
+
+def _written(program: Program, bsym: BoundSymbol) -> frozenset[int] | None:
+    """The buffers that an op writes and makes; None for an op that writes nothing or does more than is declared."""
+    effects = [found for _, found in leaves(bsym)]
+    if not any(found.writes for found in effects) or any(found.opaque for found in effects):
+        return None
+    made = {program.buffer_of[out.name] for out in tensors(bsym.flat_outs)}
+    return frozenset(made | {program.buffer_of[target.name] for found in effects for target in found.writes})
 
 
 class _Renaming:
@@ -57,7 +99,7 @@ class _Renaming:
             bsym = self.swapped(bsym, self.saved)
         swap = {name: alias for name in self.stale_names(bsym) if (alias := self.renew(name, bsym)) is not None}
         swap |= self.save_before(bsym, swap)
-        self.bsyms.append(self.swapped(bsym, swap))
+        self.bsyms.append(self.returning(bsym, swap) if bsym.sym.id is PrimIDs.RETURN else self.swapped(bsym, swap))
         for leaf, effects in leaves(bsym):
             for target in effects.writes:
                 buffer = self.program.buffer_of[target.name]
@@ -73,6 +115,14 @@ class _Renaming:
     def swapped(self, bsym: BoundSymbol, swap: dict[str, TensorProxy]) -> BoundSymbol:
         used = {Variable(arg): swap[arg.name] for arg in _arguments(bsym) if arg.name in swap}
         return bsym.from_bsym_swap_proxies(used, skip_output=True) if used else bsym
+
+    def returning(self, bsym: BoundSymbol, swap: dict[str, TensorProxy]) -> BoundSymbol:
+        """The return: arguments are renamed; results keep their names, by which Thunder knows their gradients."""
+        value = bsym.args[0] if len(bsym.args) == 1 else None
+        if not isinstance(value, dict) or "flat_args" not in value:
+            return bsym
+        flat = [swap.get(arg.name, arg) if isinstance(arg, TensorProxy) else arg for arg in value["flat_args"]]
+        return bsym.from_bsym(args=({**value, "flat_args": flat},))
 
     def stale_names(self, bsym: BoundSymbol) -> list[str]:
         names = dict.fromkeys(arg.name for arg in tensors(bsym.flat_args) if self.buffer(arg.name) in self.buffers)

@@ -44,22 +44,21 @@ def touches(bsym: BoundSymbol, buffers: frozenset[int], program: Program) -> boo
     return False
 
 
-def form(executor: Any, program: Program, barred: frozenset[int]) -> TraceCtx:
-    """Form regions over a program, keeping memory order, with every op that touches a barred buffer left to PyTorch.
+def form(executor: Any, program: Program, barred: Callable[[BoundSymbol], bool]) -> TraceCtx:
+    """Form regions over a program, keeping memory order, with some ops left to PyTorch.
 
     Args:
-        executor: the nvFuser executor; its `can_fuse`, `fuse`, `cse` and fuel are used.
+        executor: the nvFuser executor; its `can_fuse`, `fuse` and fuel are used.
         program: the analysed trace.
-        barred: buffers whose ops must not be fused.
+        barred: whether a bound symbol of the trace must not be fused.
 
     Returns:
         The trace with regions, before `settle` and before the fusions' final definition.
     """
     trace = program.trace
-    unfusable = {id(bsym) for bsym in trace.bound_symbols if barred and touches(bsym, barred, program)}
 
     def fusable(bsym: BoundSymbol) -> bool:
-        return id(bsym) not in unfusable and executor.can_fuse(bsym) and executor.has_cuda_input_or_output(bsym)
+        return executor.can_fuse(bsym) and executor.has_cuda_input_or_output(bsym) and not barred(bsym)
 
     groups = partition(program, fusable)
     fused = from_trace(trace)
@@ -165,8 +164,10 @@ def _fuse_groups(executor, program: Program, groups, fusable) -> Iterator[BoundS
         if not _worth_fusing(group, fusable) or not executor.get_fuel():
             yield from group
             continue
-        yield executor.fuse(make_region(group, producer_id, consumers, program), counter)
-        counter += 1
+        region = make_region(group, producer_id, consumers, program)
+        if region.outputs:
+            yield executor.fuse(region, counter)
+            counter += 1
 
 
 def _worth_fusing(group: Sequence[BoundSymbol], fusable: Callable[[BoundSymbol], bool]) -> bool:
@@ -199,8 +200,8 @@ def make_region(group: Sequence[BoundSymbol], producer_id: dict[str, int], consu
         for out in bsym.flat_proxy_outs:
             if producer_id.get(out.name) in inside and any(id(user) not in inside for user in consumers.get(out, ())):
                 outputs[out.name] = variableify(out)
-    for name in _updated_outside(group, program):
-        outputs.setdefault(name, variableify(program.proxies[name]))
+    for out in results_of_updates(group):
+        outputs.setdefault(out.name, variableify(out))
     return Region(
         tuple(group),
         tuple(sorted(inputs.values(), key=lambda v: order[v.proxy.name])),
@@ -208,8 +209,10 @@ def make_region(group: Sequence[BoundSymbol], producer_id: dict[str, int], consu
     )
 
 
-def _updated_outside(group: Sequence[BoundSymbol], program: Program) -> Iterator[str]:
-    for bsym in group:
+def results_of_updates(bsyms: Sequence[BoundSymbol]) -> Iterator[TensorProxy]:
+    """The results of the copies into memory that was there before some symbols of one region."""
+    inside = {out.name for bsym in bsyms for out in tensors(bsym.flat_outs)}
+    for bsym in bsyms:
         for leaf, effects in leaves(bsym):
-            if any(program.buffer_of[target.name] in program.inputs for target in effects.writes):
-                yield from (out.name for out in tensors(leaf.flat_outs))
+            if any(target.name not in inside for target in effects.writes):
+                yield from tensors(leaf.flat_outs)

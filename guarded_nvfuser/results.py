@@ -10,15 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 from thunder.core import prims
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 from guarded_nvfuser.contract import body_of, moved_from, moved_results
-from guarded_nvfuser.effects import tensors
+from guarded_nvfuser.effects import is_hidden_view, tensors
 from guarded_nvfuser.hazards import is_region
-from guarded_nvfuser.regions import Region
+from guarded_nvfuser.regions import Region, results_of_updates
 from guarded_nvfuser.states import Program, Write, returned
 
 
@@ -27,7 +28,7 @@ def in_doubt(trace: TraceCtx, fused: TraceCtx) -> bool:
     outputs.
     """
     before, after = ([result.name for result in returned(each)[0]] for each in (trace, fused))
-    if before != after:
+    if before != after or any(is_hidden_view(bsym) for bsym in trace.bound_symbols):
         return True
     visible = set(after) | {
         arg.name for bsym in fused.bound_symbols if not is_region(bsym) for arg in tensors(bsym.flat_args)
@@ -60,6 +61,18 @@ def settle(executor, program: Program, fused: TraceCtx) -> TraceCtx:
     trace = from_trace(fused)
     trace.bound_symbols = settled
     return trace
+
+
+def exposed_views(program: Program) -> frozenset[int]:
+    """Ops (by identity) that eager runs as views and Thunder as computations, where somebody could see the
+    difference.
+    """
+    exposure = _Exposure(program)
+    return frozenset(
+        id(bsym)
+        for bsym in program.trace.bound_symbols
+        if is_hidden_view(bsym) and any(exposure.view(out.name) for out in tensors(bsym.flat_outs))
+    )
 
 
 class _Exposure:
@@ -138,6 +151,7 @@ def _without(executor, bsym: BoundSymbol, moved: dict[str, str], inputs: set[str
     outputs = {p.name: p for p in bsym.flat_proxy_outs if p.name not in moved}
     inner = {out.name: out for sub in bsym.subsymbols for out in sub.flat_proxy_outs}
     outputs.update((root, inner[root]) for root in moved.values() if root not in inputs and root not in outputs)
+    outputs.update((out.name, out) for out in results_of_updates(bsym.subsymbols))
     if not outputs:
         return ()
     region = Region(
@@ -205,8 +219,28 @@ def separate_results(program: Program, fused: TraceCtx) -> TraceCtx:
     with tracectx(separated):
         clones = {position: TensorProxy(like=result) for position, result in copies.items()}
         made = [prims.clone.bind(result, output=clones[position]) for position, result in copies.items()]
-    separated.bound_symbols = [*fused.bound_symbols[:-1], *made, _returning(fused.bound_symbols[-1], clones)]
+    *body, return_bsym = fused.bound_symbols
+    end = next((index for index, bsym in enumerate(body) if bsym.sym.id is PrimIDs.GET_GRAD), len(body))
+    separated.bound_symbols = [*body[:end], *made, *body[end:], _returning(return_bsym, clones)]
+    if program.joint:
+        separated.bound_symbols = _with_gradients_of(program, separated)
     return separated
+
+
+def _with_gradients_of(program: Program, trace: TraceCtx) -> list[BoundSymbol]:
+    """The symbols with every `get_grad` naming the result that stands for its own: Thunder finds gradients by name."""
+    stands_for = dict(zip(reversed(program.results), reversed(returned(trace)[0])))
+    wanted = {
+        bsym.output.name: stands_for[bsym.args[0].name]
+        for bsym in program.trace.bound_symbols
+        if bsym.sym.id is PrimIDs.GET_GRAD and bsym.args[0].name in stands_for
+    }
+    return [
+        bsym.from_bsym(args=(wanted[bsym.output.name],))
+        if bsym.sym.id is PrimIDs.GET_GRAD and bsym.output.name in wanted
+        else bsym
+        for bsym in trace.bound_symbols
+    ]
 
 
 def _returning(return_bsym: BoundSymbol, clones: dict[int, TensorProxy]) -> BoundSymbol:

@@ -80,6 +80,7 @@ class Program:
         buffer_of: buffer number by proxy name. Names that may share memory have one number.
         tensor_of: tensor number by proxy name. Names of one tensor, not only of one memory, have one number.
         bound: the state of its buffer at which a name was defined.
+        derived: names that an op made to share memory with one of its operands.
         inputs: buffers that the caller can see; `results`: names that the trace returns.
         entries: every op at every depth, by `key_of`.
         writes: by buffer, the writes in order; `writes[b][k].state == k + 1`.
@@ -91,6 +92,7 @@ class Program:
     buffer_of: dict[str, int] = field(default_factory=dict)
     tensor_of: dict[str, int] = field(default_factory=dict)
     bound: dict[str, int] = field(default_factory=dict)
+    derived: set[str] = field(default_factory=set)
     inputs: set[int] = field(default_factory=set)
     grad_inputs: set[int] = field(default_factory=set)
     results: tuple[str, ...] = ()
@@ -201,6 +203,7 @@ def _number_buffers(program: Program, steps: list[tuple[BoundSymbol, BoundSymbol
             program.proxies.setdefault(proxy.name, proxy)
         for out, source in effects.shares:
             memory.join(out.name, source.name)
+            program.derived.add(out.name)
             if prim_id(leaf) in _SAME_TENSOR:
                 tensor.join(out.name, source.name)
     program.buffer_of, program.tensor_of = memory.numbers(program.proxies), tensor.numbers(program.proxies)
@@ -243,6 +246,7 @@ class _Walk:
         if program.joint:
             for name in program.results:
                 self.check_tracked(program.trace.bound_symbols[-1], name)
+                self.check_connected(name)
             for entry, name in self.backward_reads:
                 self.settle_save(entry, name)
 
@@ -308,6 +312,15 @@ class _Walk:
             if name in self.tracked or any(arg in self.tracked for arg in names):
                 self.program.untracked.append(UntrackedRead(bsym, name, write))
                 return
+
+    def check_connected(self, name: str) -> None:
+        """An argument that requires no grad but is returned after a write that does: Thunder leaves it unconnected."""
+        program, buffer = self.program, self.program.buffer_of[name]
+        if buffer in program.inputs - program.grad_inputs:
+            for write in program.writes.get(buffer, ()):
+                if any(arg.name in self.tracked for arg in tensors(write.bsym.flat_args)[:1]):
+                    program.untracked.append(UntrackedRead(program.trace.bound_symbols[-1], name, write))
+                    return
 
     def settle_save(self, entry: Entry, name: str) -> None:
         """Decide which state a backward read means, now that the whole forward has been seen."""
