@@ -37,7 +37,7 @@ def merge_common(program: Program, trace: TraceCtx) -> TraceCtx:
 class _Merge:
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.results = set(program.results)
+        self.results = {program.buffer_of[name] for name in program.results}
         self.renamed: dict[Variable, Proxy] = {}
 
     def run(self, trace: TraceCtx) -> TraceCtx:
@@ -99,7 +99,8 @@ class _Merge:
         outs = tensors(bsym.flat_outs)
         if not outs or bsym.sym.python_impl is not None or prim_id(bsym) in (PrimIDs.GET_GRAD, PrimIDs.UPDATE_ALIASES):
             return False
-        if any(program.buffer_of.get(out.name) in program.writes or out.name in self.results for out in outs):
+        buffers = {program.buffer_of.get(out.name) for out in outs}
+        if not buffers.isdisjoint(program.writes) or not buffers.isdisjoint(self.results):
             return False
         return not any(effects.writes or effects.opaque for _, effects in leaves(bsym))
 

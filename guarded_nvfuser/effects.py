@@ -16,6 +16,8 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
+from guarded_nvfuser.torch_ops import PARTIAL_WRITE_NAMES
+
 
 @dataclass(frozen=True)
 class Effects:
@@ -199,6 +201,9 @@ def _declared(bsym: BoundSymbol) -> Effects | None:
         return _of_prim(prim, bsym)
     if bsym.subsymbols or bsym.sym.executor is None:
         return None
+    if bsym.sym.name in PARTIAL_WRITE_NAMES:
+        target, *reads = tensors(bsym.flat_args)
+        return Effects(tuple(reads), (target,), tuple((out, target) for out in tensors(bsym.flat_outs)))
     if str(bsym.sym.executor.name) in _FUNCTIONAL_EXECUTORS:
         return Effects(reads=tensors(bsym.flat_args))
     return _of_torch_op(bsym) if bsym.sym.executor.name == "torch" else None

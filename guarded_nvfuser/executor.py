@@ -16,18 +16,22 @@ from thunder.core.trace import TraceCtx, TraceProvenance, detached_trace
 from thunder.extend import ImplInfo
 
 from guarded_nvfuser import loading
+from guarded_nvfuser.autograd import before_gradients, with_gradients
+from guarded_nvfuser.casts import remove_lossless_casts
 from guarded_nvfuser.cse import merge_common
 from guarded_nvfuser.definition import guarded_wrapper
 from guarded_nvfuser.effects import tensors
 from guarded_nvfuser.errors import HazardError, HazardWarning, layout_error, reasons
 from guarded_nvfuser.hazards import Hazard, judge, program_hazards
 from guarded_nvfuser.interpreter import InterpretedRegion
-from guarded_nvfuser.options import OnHazard, current_on_hazard, interpreting, parse_on_hazard
+from guarded_nvfuser.options import OnHazard, current_on_hazard, eliding, interpreting, parse_on_hazard
 from guarded_nvfuser.prepare import in_program_order, without_dead_writes
 from guarded_nvfuser.regions import form, touches
 from guarded_nvfuser.results import exposed_views, in_doubt, keep_updates, separate_results, settle
+from guarded_nvfuser.rewrite import Rewritten, rewrite
 from guarded_nvfuser.states import Program, analyse, writes_anything
 from guarded_nvfuser.verdict import Verdict, record
+from guarded_nvfuser.writeback import peel, put_back
 
 impl = loading.load()
 log = logging.getLogger("guarded_nvfuser")
@@ -118,6 +122,8 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         if not writes_anything(trace):
             return self._without_writes(trace)
         program = analyse(trace)
+        if mode is OnHazard.REWRITE and (fused := self._rewrite(program)) is not None:
+            return fused
         if beyond_repair := program_hazards(program):
             raise HazardError(beyond_repair)
         program = without_dead_writes(program)
@@ -131,6 +137,45 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         if settled is not fused and judge(program, settled, any_device=interpreting()):
             return self._fall_back(program, ())  # a region left with an update alone needs to be tied to the forward
         return settled
+
+    def _rewrite(self, program: Program) -> TraceCtx | None:
+        """The program without mutation; None where that leaves a hazard, so that the program must fall back."""
+        source = analyse(before_gradients(program)) if program.joint else program
+        barred: frozenset[str] = frozenset()
+        while True:
+            rewritten = rewrite(source, barred, tracked=program.joint)
+            full = self._derived(rewritten, program.joint)
+            if beyond_repair := program_hazards(full):
+                raise HazardError(beyond_repair)
+            fused = self._form_rewritten(full, rewritten.left)
+            hazards = judge(full, fused, any_device=interpreting())
+            if not hazards:
+                record(Verdict(OnHazard.REWRITE, ()))
+                return fused
+            _tell(hazards)
+            more = {name for hazard in hazards for name in full.names[hazard.buffer] if name in source.buffer_of}
+            if more <= barred:
+                return None
+            barred |= more
+
+    def _derived(self, rewritten: Rewritten, joint: bool) -> Program:
+        """A rewritten program as it is fused: with gradients, claimed by executors, and with what it left in order."""
+        trace = with_gradients(rewritten.trace) if joint else impl.dce(rewritten.trace)
+        program = without_dead_writes(analyse(trace))
+        left = frozenset(name for name in rewritten.left if name in program.buffer_of)
+        if left or program.stale_saves:
+            stale = frozenset(save.name for save in program.stale_saves)
+            program = in_program_order(program, left | stale)
+        return analyse(keep_updates(program))
+
+    def _form_rewritten(self, program: Program, left: frozenset[str]) -> TraceCtx:
+        peeled, backs = peel(program)
+        buffers = frozenset(peeled.buffer_of[name] for name in left if name in peeled.buffer_of)
+        views = exposed_views(peeled)
+        fused = form(self, peeled, lambda bsym: id(bsym) in views or touches(bsym, buffers, peeled))
+        fused = self._clean_up(peeled, fused)
+        fused = put_back(program, fused, backs, elide=eliding(), any_device=interpreting())
+        return self._defined(program, fused)
 
     def _without_writes(self, trace: TraceCtx) -> TraceCtx:
         """Nothing is written: only the memory of the results can differ from eager's, and is looked at if in doubt."""
@@ -176,7 +221,9 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         """
         buffers, views = frozenset(program.buffer_of[name] for name in barred), exposed_views(program)
         fused = form(self, program, lambda bsym: id(bsym) in views or touches(bsym, buffers, program))
-        fused = self._clean_up(program, fused)
+        return self._defined(program, self._clean_up(program, fused))
+
+    def _defined(self, program: Program, fused: TraceCtx) -> TraceCtx:
         defined = impl.update_fusion_call_ctx(impl.dce(fused) if program.joint else fused)
         defined.set_provenance(TraceProvenance("Fusion (guarded_nvfuser)"))
         return self._with_eager_results(program, defined)
@@ -185,7 +232,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         """Thunder's passes over a trace with fusions, up to the final definition, with this library's CSE."""
         if self._use_rematerialization:
             fused = impl.rematerialize(fused)
-        return impl.dce(merge_common(program, impl.remove_redundant_casts(fused)))
+        return impl.dce(merge_common(program, remove_lossless_casts(fused)))
 
     def _with_eager_results(self, program: Program, fused: TraceCtx) -> TraceCtx:
         return separate_results(program, settle(self, program, fused))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from thunder.core import prims
 from thunder.core.codeutils import SigInfo
 from thunder.core.prims import PrimIDs
@@ -18,16 +17,12 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.core.transform_common import dce
 from thunder.executors.passes import _transform_for_operator_executor_execution
-from thunder.extend import OperatorExecutor, get_always_executors
+from thunder.extend import get_always_executors
 
+from guarded_nvfuser import torch_ops
 from guarded_nvfuser.contract import Body, moved_results, read_before_written
 from guarded_nvfuser.effects import prim_id, tensors
 from guarded_nvfuser.options import Schedule, current_schedule
-
-# Thunder's PyTorch executor has no implementation of prims.lerp; nvFuser does.
-_extra = OperatorExecutor("guarded_nvfuser_torch")
-_lerp = _extra.register_operator("lerp", like=prims.lerp, fn=torch.lerp)
-_extra.register_implementation(prims.lerp, _lerp)
 
 
 def eager(bsyms: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy], name: str) -> Callable:
@@ -87,7 +82,7 @@ def _callable(bsyms: list[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequen
     with tracectx(trace):
         unpacked = [prims.unpack_trivial.bind(proxy, name=proxy.name, output=proxy) for proxy in inputs]
         trace.bound_symbols = [*unpacked, *bsyms, prims.python_return.bind(list(outputs), output=None)]
-    claimed = _transform_for_operator_executor_execution(dce(trace), (_extra, *get_always_executors()))
+    claimed = _transform_for_operator_executor_execution(dce(trace), (torch_ops.ex, *get_always_executors()))
     return claimed.python_callable(include_decorators=False)
 
 

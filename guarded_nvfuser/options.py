@@ -20,6 +20,7 @@ SCHEDULE_VARIABLE = "GUARDED_NVFUSER_SCHEDULE"
 class OnHazard(Enum):
     """What to do where a read may see the wrong state."""
 
+    REWRITE = "rewrite"  # compile it as if it did not mutate, and write each changed input back once
     RAISE = "raise"  # refuse the program with a HazardError
     FALLBACK = "fallback"  # leave the ops on the hazard's buffers to PyTorch, in program order
 
@@ -31,7 +32,7 @@ class Schedule(Enum):
     EARLY = "early"  # an update lands as soon as its source is known
 
 
-DEFAULT_ON_HAZARD = OnHazard.FALLBACK
+DEFAULT_ON_HAZARD = OnHazard.REWRITE
 _on_hazard: ContextVar[OnHazard | None] = ContextVar("guarded_nvfuser_on_hazard", default=None)
 _schedule: ContextVar[Schedule | None] = ContextVar("guarded_nvfuser_schedule", default=None)
 
@@ -40,7 +41,7 @@ def parse_on_hazard(value: str | OnHazard, origin: str) -> OnHazard:
     """The mode that a user named.
 
     Args:
-        value: "raise" or "fallback", or a member of `OnHazard`.
+        value: "rewrite", "raise" or "fallback", or a member of `OnHazard`.
         origin: where the value came from, for the message.
 
     Raises:
@@ -67,7 +68,7 @@ def on_hazard(mode: str | OnHazard) -> Iterator[None]:
     this.
 
     Args:
-        mode: "raise" or "fallback".
+        mode: "rewrite", "raise" or "fallback".
 
     Raises:
         ValueError: an unknown mode.
@@ -88,7 +89,9 @@ def current_on_hazard(of_executor: OnHazard | None) -> OnHazard:
     Raises:
         ValueError: the compile option or the environment variable has an unknown value.
     """
-    option = get_compile_option("guard_on_hazard", "What guarded_nvfuser does on a hazard: 'raise' or 'fallback'.")
+    option = get_compile_option(
+        "guard_on_hazard", "What guarded_nvfuser does with a program that mutates: 'rewrite', 'raise' or 'fallback'."
+    )
     if option is not None:
         return parse_on_hazard(option, "guard_on_hazard")
     for given in (_on_hazard.get(), of_executor):
@@ -97,6 +100,12 @@ def current_on_hazard(of_executor: OnHazard | None) -> OnHazard:
     if variable := os.environ.get(ON_HAZARD_VARIABLE):
         return parse_on_hazard(variable, ON_HAZARD_VARIABLE)
     return DEFAULT_ON_HAZARD
+
+
+def eliding() -> bool:
+    """Whether write-backs may join the regions that compute their values (compile option `guard_elide`, on by default)."""
+    option = get_compile_option("guard_elide", "Whether write-backs may join the regions that compute their values.")
+    return option is None or bool(option)
 
 
 def interpreting() -> bool:

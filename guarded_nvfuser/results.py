@@ -117,7 +117,8 @@ def _settle_region(executor, exposure: _Exposure, bsym: BoundSymbol) -> tuple[Bo
     if not moved:
         return (bsym,)
     before, after = [], []
-    for out, root in moved.items():
+    order = {out.name: index for index, sub in enumerate(bsym.subsymbols) for out in tensors(sub.flat_outs)}
+    for out, root in sorted(moved.items(), key=lambda item: order[item[0]]):
         chain = _chain(producer, out, root)
         (before if root in inputs else after).extend(chain)
     return (*_once(before), *_without(executor, bsym, moved, inputs), *_once(after))
@@ -150,7 +151,7 @@ def _without(executor, bsym: BoundSymbol, moved: dict[str, str], inputs: set[str
     """The region without its moved results, but with the values that they are made from."""
     outputs = {p.name: p for p in bsym.flat_proxy_outs if p.name not in moved}
     inner = {out.name: out for sub in bsym.subsymbols for out in sub.flat_proxy_outs}
-    outputs.update((root, inner[root]) for root in moved.values() if root not in inputs and root not in outputs)
+    outputs.update((root, inner[root]) for root in moved.values() if root not in inputs and root not in {*outputs, *moved})
     outputs.update((out.name, out) for out in results_of_updates(bsym.subsymbols))
     if not outputs:
         return ()

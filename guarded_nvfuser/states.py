@@ -84,7 +84,8 @@ class Program:
         inputs: buffers that the caller can see; `results`: names that the trace returns.
         entries: every op at every depth, by `key_of`.
         writes: by buffer, the writes in order; `writes[b][k].state == k + 1`.
-        proxies: a proxy for every name.
+        proxies: a proxy for every name; `arguments`: the trace's own.
+        tracked: names that depend on an input that requires grad.
         stale_saves, ambiguous_saves, untracked: what autograd would get wrong (joint traces only).
     """
 
@@ -105,6 +106,12 @@ class Program:
     ambiguous_saves: list[StaleSave] = field(default_factory=list)
     untracked: list[UntrackedRead] = field(default_factory=list)
     joint: bool = False
+    arguments: tuple[str, ...] = ()
+    tracked: set[str] = field(default_factory=set)
+
+    def tracks(self, bsym: BoundSymbol) -> bool:
+        """Whether autograd must follow an op: an operand depends on a tensor that requires grad."""
+        return any(arg.name in self.tracked for arg in tensors(bsym.flat_args))
 
     def final(self, buffer: int) -> int:
         """The state in which the program leaves a buffer."""
@@ -181,6 +188,7 @@ def analyse(trace: TraceCtx) -> Program:
     inputs = tensors(tree_flatten((trace.args, trace.kwargs))[0])
     _number_buffers(program, steps, inputs)
     results, gradients = returned(trace)
+    program.arguments = tuple(proxy.name for proxy in inputs)
     program.results = tuple(result.name for result in results)
     program.gradients = tuple(gradient.name for gradient in gradients)
     _Walk(program, inputs).run()
@@ -230,7 +238,8 @@ class _Walk:
         self.state: dict[int, int] = {}
         self.saved: dict[str, set[int]] = {}  # forward reads of a name, by state
         self.believed: dict[str, int] = {proxy.name: 0 for proxy in inputs}  # the state autograd takes a name for
-        self.tracked = {proxy.name for proxy in inputs if proxy.requires_grad}
+        self.tracked = program.tracked
+        self.tracked.update(proxy.name for proxy in inputs if proxy.requires_grad)
         self.backward_reads: list[tuple[Entry, str]] = []
         self.backward_names = {
             out.name

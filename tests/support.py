@@ -19,7 +19,7 @@ from guarded_nvfuser.options import schedule
 class Config:
     """How a program is compiled and run."""
 
-    mode: str | None = "fallback"
+    mode: str | None = "rewrite"
     fusion_type: str = "consecutive"
     skip: bool = False
     schedule: str = "late"
