@@ -9,6 +9,7 @@ fast = thunder.jit(fn, executors=[guarded_nvfuser_ex])
 
 from thunder.extend import register_executor
 
+from guarded_nvfuser.cost import Cost, cost
 from guarded_nvfuser.errors import HazardError, HazardWarning
 from guarded_nvfuser.executor import GuardedNvFuserExecutor
 from guarded_nvfuser.hazards import Hazard, Kind
@@ -21,12 +22,14 @@ guarded_nvfuser_ex = GuardedNvFuserExecutor()
 register_executor(guarded_nvfuser_ex)
 
 __all__ = [
+    "Cost",
     "GuardedNvFuserExecutor",
     "Hazard",
     "HazardError",
     "HazardWarning",
     "Kind",
     "Verdict",
+    "cost",
     "guarded_nvfuser_ex",
     "on_hazard",
     "verdicts",

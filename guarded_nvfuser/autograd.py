@@ -1,7 +1,8 @@
-"""Gradients of a rewritten program: Thunder derives them before it fuses, so the derivation is done again after the rewrite.
+"""Gradients of a rewritten program: Thunder derives them before it fuses, so the derivation is done again after the
+rewrite.
 
-Autograd follows proxies. In the program as traced it cannot follow a write through a view; in the rewritten one there is
-nothing to follow but values (tests/test_autograd.py).
+Autograd follows proxies. In the program as traced it cannot follow a write through a view; in the rewritten one there
+is nothing to follow but values (tests/test_autograd.py).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def with_gradients(trace: TraceCtx) -> TraceCtx:
         trace: a computation trace whose arguments require grad.
 
     Returns:
-        The joint trace as a fusion pass gets it (thunder/__init__.py, and transform_for_execution in executors/passes.py).
+        The joint trace as a fusion pass gets it (thunder/__init__.py, and transform_for_execution in
+        executors/passes.py).
     """
     executors = get_compile_data().executors_list
     joint = grad_transform_on_trace(dce(trace))

@@ -1,7 +1,7 @@
 """Casts that cancel, removed only where they lose nothing.
 
-Thunder's pass also removes a rounding, float32 to bfloat16 and back. A copy into a bfloat16 tensor implies such a rounding,
-and forwarding its value must keep it (tests/test_rewrite.py::test_rounding_of_a_copy_is_kept).
+Thunder's pass also removes a rounding, float32 to bfloat16 and back. A copy into a bfloat16 tensor implies such a
+rounding, and forwarding its value must keep it (tests/test_rewrite.py::test_rounding_of_a_copy_is_kept).
 """
 
 from __future__ import annotations

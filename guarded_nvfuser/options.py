@@ -103,7 +103,9 @@ def current_on_hazard(of_executor: OnHazard | None) -> OnHazard:
 
 
 def eliding() -> bool:
-    """Whether write-backs may join the regions that compute their values (compile option `guard_elide`, on by default)."""
+    """Whether write-backs may join the regions that compute their values (compile option `guard_elide`, on by
+    default).
+    """
     option = get_compile_option("guard_elide", "Whether write-backs may join the regions that compute their values.")
     return option is None or bool(option)
 

@@ -151,7 +151,9 @@ def _without(executor, bsym: BoundSymbol, moved: dict[str, str], inputs: set[str
     """The region without its moved results, but with the values that they are made from."""
     outputs = {p.name: p for p in bsym.flat_proxy_outs if p.name not in moved}
     inner = {out.name: out for sub in bsym.subsymbols for out in sub.flat_proxy_outs}
-    outputs.update((root, inner[root]) for root in moved.values() if root not in inputs and root not in {*outputs, *moved})
+    outputs.update(
+        (root, inner[root]) for root in moved.values() if root not in inputs and root not in {*outputs, *moved}
+    )
     outputs.update((out.name, out) for out in results_of_updates(bsym.subsymbols))
     if not outputs:
         return ()

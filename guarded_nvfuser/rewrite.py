@@ -1,8 +1,9 @@
 """The rewrite: a program that mutates, as one that computes values and writes each changed input back once.
 
-Walks the program in order and keeps, for every written buffer, the value that it holds by now. A write of a whole tensor
-only changes that value; reads read it; views are made from it again. At the end every changed input is written once. A
-write into a part of a tensor goes to the real memory, in place and in order: a functional one would copy the rest too.
+Walks the program in order and keeps, for every written buffer, the value that it holds by now. A write of a whole
+tensor only changes that value; reads read it; views are made from it again. At the end every changed input is written
+once. A write into a part of a tensor goes to the real memory, in place and in order: a functional one would copy the
+rest too.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def rewrite(program: Program, barred: frozenset[str] = frozenset(), *, tracked: 
         tracked: gradients will be derived from the result: writes that autograd must follow are made functional.
 
     Returns:
-        The new trace and what was left: barred buffers, those that an undeclared op touches, and those whose sharing the
-        trace does not decide (tests/test_rewrite.py::test_maybe_view_is_left).
+        The new trace and what was left: barred buffers, those that an undeclared op touches, and those whose sharing
+            the trace does not decide (tests/test_rewrite.py::test_maybe_view_is_left).
     """
     doubts = uncertain(program)
     left = {program.buffer_of[name] for name in barred if name in program.buffer_of}
@@ -263,7 +264,10 @@ class _Rewriter:
         if partial is not None and not self.must_track(bsym):
             self.write_part(store, lambda: self.bind_partial(partial, self.memory_of(name)))
         else:
-            self.write_whole(bsym, store, name, self.read(source.name) if self.known(source.name) else source)
+            value = self.read(source.name) if self.known(source.name) else source
+            if tuple(value.shape) != tuple(target.shape):  # Thunder lets a 0-d CPU tensor be copied into any shape
+                value = prims.broadcast_in_dim(value, tuple(target.shape), ())
+            self.write_whole(bsym, store, name, value)
         self.same.update((out.name, name) for out in tensors(bsym.flat_outs))
 
     def partial_write(self, source: str, target: str) -> BoundSymbol | None:
@@ -302,7 +306,8 @@ class _Rewriter:
     def write_part(self, store: _Store, write) -> None:
         """Write into a part of the real memory, after bringing it up to date, and let later reads see it.
 
-        Names that alias the memory and the write's result tie later reads to it (tests/test_rewrite.py::test_slice_write).
+        Names that alias the memory and the write's result tie later reads to it
+        (tests/test_rewrite.py::test_slice_write).
         """
         self.bring_up_to_date(store)
         self.keep_borrowed(store)

@@ -1,4 +1,6 @@
-"""Ops of this library's own that PyTorch runs: writes into a part of a tensor, and what Thunder's PyTorch executor lacks."""
+"""Ops of this library's own that PyTorch runs: writes into a part of a tensor, and what Thunder's PyTorch executor
+lacks.
+"""
 
 from __future__ import annotations
 

@@ -49,6 +49,17 @@ def verdicts(jitted: Callable) -> tuple[Verdict, ...]:
         TypeError: `jitted` was not made by `thunder.jit`.
         RuntimeError: it was never called, so nothing was compiled yet.
     """
+    check_compiled(jitted)
+    return tuple(thunder.compile_stats(jitted).__dict__.get(_ATTRIBUTE, ()))
+
+
+def check_compiled(jitted: Callable) -> None:
+    """Refuse what was not compiled, with the message that says what to do.
+
+    Raises:
+        TypeError: `jitted` was not made by `thunder.jit`.
+        RuntimeError: it was never called, so nothing was compiled yet.
+    """
     stats = thunder.compile_stats(jitted)
     if stats is None:
         raise TypeError(
@@ -58,4 +69,3 @@ def verdicts(jitted: Callable) -> tuple[Verdict, ...]:
         raise RuntimeError(
             f"{jitted!r} was never called, so Thunder has not compiled it yet: call it once, then ask again"
         )
-    return tuple(stats.__dict__.get(_ATTRIBUTE, ()))

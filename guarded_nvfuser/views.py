@@ -89,10 +89,12 @@ def _same_size(a: TensorProxy, b: TensorProxy) -> bool:
 
 @dataclass(frozen=True)
 class Uncertain:
-    """What the trace does not decide about ops that may be views (`reshape`, `contiguous`), because it holds no strides.
+    """What the trace does not decide about ops that may be views (`reshape`, `contiguous`), because it holds no
+    strides.
 
     Attributes:
-        buffers: written buffers for which it matters whether such an op is a view: one side is written after the op, and
+        buffers: written buffers for which it matters whether such an op is a view: one side is written after the op,
+            and
             somebody looks at the other side after that. PyTorch decides when such ops run as they are.
         lasting: such ops (by identity) with nothing written after them, but with both sides in the caller's sight: made
             from the real memory at the end, they share it if they do in eager.
@@ -103,12 +105,16 @@ class Uncertain:
 
 
 def uncertain(program: Program) -> Uncertain:
-    """Find the views that strides decide (tests/test_rewrite.py::test_maybe_view_is_left, test_maybe_view_of_a_result)."""
+    """Find the views that strides decide (tests/test_rewrite.py::test_maybe_view_is_left,
+    test_maybe_view_of_a_result).
+    """
     return _Sides(program).result()
 
 
 class _Sides:
-    """The buffers of a program split where a view is uncertain, with the times at which each part is written and seen."""
+    """The buffers of a program split where a view is uncertain, with the times at which each part is written and
+    seen.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -1,8 +1,9 @@
 """Elision: a write-back joins the region that computes its value, where nvFuser's contract allows it.
 
-A rewritten program ends with one copy per changed input. `peel` takes these copies off before regions are formed, so that
-every pass of Thunder's works on a pure program; `put_back` adds each to the region that computes its value, if that region
-is right with it under every schedule (contract.py) and nobody reads the input's old state later; the others stay copies.
+A rewritten program ends with one copy per changed input. `peel` takes these copies off before regions are formed, so
+that every pass of Thunder's works on a pure program; `put_back` adds each to the region that computes its value, if
+that region is right with it under every schedule (contract.py) and nobody reads the input's old state later; the
+others stay copies.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from guarded_nvfuser.states import Program, analyse
 
 @dataclass(frozen=True)
 class WriteBack:
-    """One copy at the end of the forward: its symbol, and the positions in the return's `flat_args` that name its result."""
+    """One copy at the end of the forward: its symbol, and the positions in the return's `flat_args` that name its
+    result.
+    """
 
     copy: BoundSymbol
     positions: tuple[int, ...]
@@ -56,7 +59,8 @@ def peel(program: Program) -> tuple[Program, tuple[WriteBack, ...]]:
         program: a rewritten, analysed program.
 
     Returns:
-        The program without the copies at its forward's end, which returns their values instead, and the copies in order.
+        The program without the copies at its forward's end, which returns their values instead, and the copies in
+        order.
     """
     bsyms = program.trace.bound_symbols
     end = forward_end(bsyms)
