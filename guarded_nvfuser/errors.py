@@ -65,7 +65,7 @@ _WHAT = {
     Kind.UNTRACKED: "the gradient of `{read}` would miss `{may}`",
     Kind.LAYOUT: "nvFuser cannot write into `{name}` as it lies in memory",
     Kind.LEAF: "a leaf Variable that requires grad is being used in an in-place operation: `{may}`",
-    Kind.OVERLAP: "`{name}` shares memory with another argument",
+    Kind.OVERLAP: "the arguments `{name}` overlap in memory, and `{may}` writes one of them",
 }
 _HELP = {
     Kind.RAW: "use the value that was written instead of reading the tensor again",

@@ -16,13 +16,14 @@ from thunder.core.trace import TraceCtx, TraceProvenance, detached_trace
 from thunder.extend import ImplInfo
 
 from guarded_nvfuser import loading
+from guarded_nvfuser.arguments import current_sharing
 from guarded_nvfuser.autograd import before_gradients, with_gradients
 from guarded_nvfuser.casts import remove_lossless_casts
 from guarded_nvfuser.cse import merge_common
 from guarded_nvfuser.definition import guarded_wrapper
 from guarded_nvfuser.effects import tensors
 from guarded_nvfuser.errors import HazardError, HazardWarning, layout_error, reasons
-from guarded_nvfuser.hazards import Hazard, judge, program_hazards
+from guarded_nvfuser.hazards import Hazard, judge, overlap_hazards, program_hazards
 from guarded_nvfuser.interpreter import InterpretedRegion
 from guarded_nvfuser.options import OnHazard, current_on_hazard, eliding, interpreting, parse_on_hazard
 from guarded_nvfuser.prepare import in_program_order, without_dead_writes
@@ -104,6 +105,10 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             None if on_hazard is None else parse_on_hazard(on_hazard, "GuardedNvFuserExecutor(on_hazard=...)")
         )
 
+    def rewrites(self) -> bool:
+        """Whether the compilation under way rewrites its program, so that it needs no names for aliases."""
+        return current_on_hazard(self._on_hazard) is OnHazard.REWRITE
+
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """Form regions, judge them, and return only what means the same as the trace in program order.
 
@@ -121,13 +126,14 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         mode = current_on_hazard(self._on_hazard)
         if not writes_anything(trace):
             return self._without_writes(trace)
-        program = analyse(trace)
+        program = analyse(trace, current_sharing().overlapping_names)
         if mode is OnHazard.REWRITE and (fused := self._rewrite(program)) is not None:
             return fused
         if beyond_repair := program_hazards(program):
             raise HazardError(beyond_repair)
         program = without_dead_writes(program)
         fused, hazards = self._stock(program)
+        hazards = (*overlap_hazards(program), *hazards)
         record(Verdict(mode, hazards))
         if hazards and mode is OnHazard.RAISE:
             raise HazardError(hazards)
@@ -140,11 +146,12 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
 
     def _rewrite(self, program: Program) -> TraceCtx | None:
         """The program without mutation; None where that leaves a hazard, so that the program must fall back."""
-        source = analyse(before_gradients(program)) if program.joint else program
-        barred: frozenset[str] = frozenset()
+        source = analyse(before_gradients(program), program.overlaps) if program.joint else program
+        barred = frozenset(name for pair in program.overlaps for name in pair)
+        _tell(overlap_hazards(source))
         while True:
             rewritten = rewrite(source, barred, tracked=program.joint)
-            full = self._derived(rewritten, program.joint)
+            full = self._derived(rewritten, program)
             if beyond_repair := program_hazards(full):
                 raise HazardError(beyond_repair)
             fused = self._form_rewritten(full, rewritten.left)
@@ -158,15 +165,15 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
                 return None
             barred |= more
 
-    def _derived(self, rewritten: Rewritten, joint: bool) -> Program:
+    def _derived(self, rewritten: Rewritten, source: Program) -> Program:
         """A rewritten program as it is fused: with gradients, claimed by executors, and with what it left in order."""
-        trace = with_gradients(rewritten.trace) if joint else impl.dce(rewritten.trace)
-        program = without_dead_writes(analyse(trace))
+        trace = with_gradients(rewritten.trace) if source.joint else impl.dce(rewritten.trace)
+        program = without_dead_writes(analyse(trace, source.overlaps))
         left = frozenset(name for name in rewritten.left if name in program.buffer_of)
         if left or program.stale_saves:
             stale = frozenset(save.name for save in program.stale_saves)
             program = in_program_order(program, left | stale)
-        return analyse(keep_updates(program))
+        return analyse(keep_updates(program), program.overlaps)
 
     def _form_rewritten(self, program: Program, left: frozenset[str]) -> TraceCtx:
         peeled, backs = peel(program)
@@ -209,7 +216,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             if hazards and more == barred:
                 raise HazardError(hazards)
             barred = more
-            judged = analyse(keep_updates(in_program_order(program, barred) if barred else program))
+            judged = analyse(keep_updates(in_program_order(program, barred) if barred else program), program.overlaps)
             fused = self._form(judged, barred)
             hazards = judge(judged, fused, any_device=interpreting())
             if not hazards:

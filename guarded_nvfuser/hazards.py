@@ -107,6 +107,16 @@ def program_hazards(program: Program) -> tuple[Hazard, ...]:
     return tuple(found)
 
 
+def overlap_hazards(program: Program) -> tuple[Hazard, ...]:
+    """One hazard for every pair of arguments that overlap in memory, one of them written."""
+    found = []
+    for a, b in program.overlaps:
+        writes = program.writes.get(program.buffer_of[a], [])
+        if writes:
+            found.append(Hazard(Kind.OVERLAP, program.buffer_of[a], f"{a}` and `{b}", None, None, writes[0]))
+    return tuple(found)
+
+
 def execution_order(trace: TraceCtx) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
     """The bound symbols of a trace in the order in which they will run: the forward's, then the backward's.
 

@@ -2,7 +2,8 @@
 
 Thunder imports its nvFuser executor only where a CUDA device is visible, because `nvfuser_version()` answers None
 elsewhere. nvfuser_direct 0.2.36 itself imports and defines fusions without a driver, so `load()` imports Thunder's
-module with an answer that reports the installed version. Nothing else of Thunder is replaced.
+module with an answer that reports the installed version. It also puts two functions of `thunder.jit` behind this library's
+`arguments` module; nothing else of Thunder is replaced, and programs without this library's executor run as before.
 """
 
 from __future__ import annotations
@@ -129,7 +130,20 @@ def load() -> ModuleType:
 
     impl = sys.modules.get("thunder.executors.nvfuserex_impl") or _import_impl(gate, nvfuser)
     check_signatures(impl)
+    _watch_arguments()
     return impl
+
+
+def _watch_arguments() -> None:
+    """Let `thunder.jit` tell this library how a program's arguments share memory; other executors' programs are not touched.
+
+    A fusion pass comes too late: Thunder has taken arguments for one tensor by then, or failed on their shapes.
+    """
+    from guarded_nvfuser.arguments import leaving_aliases, watching
+
+    if not hasattr(thunder.thunder_general_jit, "__wrapped__"):
+        thunder.thunder_general_jit = watching(thunder.thunder_general_jit)
+        thunder.insert_alias_updates = leaving_aliases(thunder.insert_alias_updates)
 
 
 def _import_impl(gate: ModuleType, nvfuser: ModuleType) -> ModuleType:

@@ -28,7 +28,7 @@ def in_program_order(program: Program, barred: frozenset[str]) -> Program:
     Returns:
         The analysed new program; it means what PyTorch eager does, or better (a gradient where eager would refuse).
     """
-    return analyse(_Renaming(program, frozenset(program.buffer_of[name] for name in barred)).trace())
+    return analyse(_Renaming(program, frozenset(program.buffer_of[name] for name in barred)).trace(), program.overlaps)
 
 
 def without_dead_writes(program: Program) -> Program:
@@ -59,7 +59,7 @@ def without_dead_writes(program: Program) -> Program:
         return program
     trace = from_trace(program.trace)
     trace.bound_symbols = kept[::-1]
-    return analyse(dce(trace))
+    return analyse(dce(trace), program.overlaps)
 
 
 def _written(program: Program, bsym: BoundSymbol) -> frozenset[int] | None:

@@ -84,7 +84,7 @@ class Program:
         inputs: buffers that the caller can see; `results`: names that the trace returns.
         entries: every op at every depth, by `key_of`.
         writes: by buffer, the writes in order; `writes[b][k].state == k + 1`.
-        proxies: a proxy for every name; `arguments`: the trace's own.
+        proxies: a proxy for every name; `arguments`: the trace's own; `overlaps`: pairs of them that overlap in memory.
         tracked: names that depend on an input that requires grad.
         stale_saves, ambiguous_saves, untracked: what autograd would get wrong (joint traces only).
     """
@@ -106,6 +106,7 @@ class Program:
     ambiguous_saves: list[StaleSave] = field(default_factory=list)
     untracked: list[UntrackedRead] = field(default_factory=list)
     joint: bool = False
+    overlaps: tuple[tuple[str, str], ...] = ()
     arguments: tuple[str, ...] = ()
     tracked: set[str] = field(default_factory=set)
 
@@ -174,16 +175,17 @@ def is_joint(trace: TraceCtx) -> bool:
     return len(value) == 1 and isinstance(value[0], dict) and "fw_flat_out" in value[0]
 
 
-def analyse(trace: TraceCtx) -> Program:
+def analyse(trace: TraceCtx, overlaps: tuple[tuple[str, str], ...] = ()) -> Program:
     """Number the states of every buffer of a trace and record what each read must see.
 
     Args:
         trace: a computation trace before fusion, in program order.
+        overlaps: pairs of arguments, by name, that share memory without being one tensor.
 
     Returns:
         The program. Time is linear in the number of bound symbols, subsymbols included.
     """
-    program = Program(trace, joint=is_joint(trace))
+    program = Program(trace, joint=is_joint(trace), overlaps=overlaps)
     steps = [(bsym, leaf, effects) for bsym in trace.bound_symbols for leaf, effects in leaves(bsym)]
     inputs = tensors(tree_flatten((trace.args, trace.kwargs))[0])
     _number_buffers(program, steps, inputs)
@@ -214,6 +216,8 @@ def _number_buffers(program: Program, steps: list[tuple[BoundSymbol, BoundSymbol
             program.derived.add(out.name)
             if prim_id(leaf) in _SAME_TENSOR:
                 tensor.join(out.name, source.name)
+    for a, b in program.overlaps:
+        memory.join(a, b)
     program.buffer_of, program.tensor_of = memory.numbers(program.proxies), tensor.numbers(program.proxies)
     for name, number in program.buffer_of.items():
         program.names.setdefault(number, []).append(name)

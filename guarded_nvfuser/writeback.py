@@ -87,7 +87,7 @@ def peel(program: Program) -> tuple[Program, tuple[WriteBack, ...]]:
     flat = [*value["flat_args"], *(back.target for back in backs)]  # no pass may drop a target's definition
     return_bsym = return_bsym.from_bsym(args=({**value, "flat_args": flat},))
     peeled.bound_symbols = [*bsyms[:start], *tail, return_bsym]
-    return analyse(peeled), backs
+    return analyse(peeled, program.overlaps), backs
 
 
 def _result(copy: BoundSymbol) -> TensorProxy:

@@ -1,0 +1,131 @@
+"""Real traces for tests: a tiny executor that keeps what Thunder hands to its fusion pass, and what becomes of it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import thunder
+from thunder.core import prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace
+
+from guarded_nvfuser.contract import Body, body_of
+from guarded_nvfuser.executor import InterpretableNvFuserExecutor
+from guarded_nvfuser.hazards import is_region
+from guarded_nvfuser.states import Program, analyse
+
+Pass = Callable[["Recorder", TraceCtx], TraceCtx]
+
+
+class Recorder(InterpretableNvFuserExecutor):
+    """Keeps the trace that reaches the fusion pass and what the pass makes of it; Thunder's own pass, unless given."""
+
+    def __init__(self, make: Pass | None = None) -> None:
+        super().__init__("recording_nvfuser")
+        self.make = make
+        self.trace: TraceCtx | None = None
+        self.fused: TraceCtx | None = None
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        self.trace = trace
+        self.fused = super().fusion_pass(trace) if self.make is None else self.make(self, trace)
+        return self.fused
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A program, and the trace with regions that Thunder's own passes formed from it."""
+
+    program: Program
+    fused: TraceCtx
+    fn: Callable
+
+    @property
+    def regions(self) -> list[BoundSymbol]:
+        """The fusion symbols in order."""
+        return [bsym for bsym in self.fused.bound_symbols if is_region(bsym)]
+
+    def body(self, index: int = 0, *, any_device: bool = True) -> Body:
+        """One region as the contract sees it, with the program's knowledge of memory."""
+        buffers, tensors = self.program.buffer_of, self.program.tensor_of
+        return body_of(
+            self.regions[index],
+            buffer_of=lambda name: buffers.get(name, name),
+            tensor_of=lambda name: tensors.get(name, name),
+            any_device=any_device,
+        )
+
+
+def recorded(make: Pass | None, fn: Callable, *args: Any, skip: bool = False, **options: Any) -> tuple[Recorder, Callable]:
+    """Compile a function and call it once, with a recorder as its only executor."""
+    recorder = Recorder(make)
+    options.setdefault("disable_inplace_copy_check", True)
+    jitted = thunder.jit(fn, executors=[recorder], skip_inplace_alias_updates=skip, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jitted(*args)
+    return recorder, jitted
+
+
+def trace_of(fn: Callable, *args: Any, **options: Any) -> TraceCtx:
+    """The trace of a function as it reaches a fusion pass, joint if an argument requires grad."""
+    return recorded(lambda _, trace: trace, fn, *args, **options)[0].trace
+
+
+def program_of(fn: Callable, *args: Any, **options: Any) -> Program:
+    """The analysed trace of a function as it reaches a fusion pass."""
+    return analyse(trace_of(fn, *args, **options))
+
+
+def stock(fn: Callable, *args: Any, **options: Any) -> Fusion:
+    """What Thunder's own passes make of a function; `skip=True` puts its reads and writes into one region."""
+    recorder, jitted = recorded(None, fn, *args, **options)
+    return Fusion(analyse(recorder.trace), recorder.fused, jitted)
+
+
+def flat(fn: Callable, *args: Any) -> TraceCtx:
+    """A trace of a function that calls Thunder's own ops: fast, for long programs, and with ops not yet claimed."""
+    return thunder.trace()(fn, *args)
+
+
+def put(source: TensorProxy, target: TensorProxy) -> TensorProxy:
+    """Thunder's copy primitive; use in functions that only Thunder traces."""
+    return prims.copy_(source, target, grad_enabled=False)
+
+
+def ops(trace: TraceCtx | BoundSymbol, name: str) -> list[BoundSymbol]:
+    """Every symbol of a name, at any depth, in order."""
+    found = []
+    for bsym in trace.bound_symbols if isinstance(trace, TraceCtx) else trace.subsymbols:
+        found += [bsym] if bsym.sym.name == name else []
+        found += ops(bsym, name)
+    return found
+
+
+def with_symbols(trace: TraceCtx, bsyms: Iterable[BoundSymbol]) -> TraceCtx:
+    """The trace with other symbols, as a pass would make it."""
+    changed = from_trace(trace)
+    changed.bound_symbols = list(bsyms)
+    return changed
+
+
+def calls(fn: Callable, *args: Any) -> int:
+    """How many functions a call enters, in Python and in C: time, without a clock."""
+    count = 0
+
+    def look(_frame: object, event: str, _arg: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        fn(*args)
+    finally:
+        sys.setprofile(before)
+    return count
