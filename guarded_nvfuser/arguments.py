@@ -160,7 +160,6 @@ class SharingCheck:
             )
         self._seen = seen
 
-
     def _where(self, values: Sequence[torch.Tensor]) -> tuple:
         """What decides where tensors lie: addresses, and strides where they are not the usual ones."""
         addresses = list(map(torch.Tensor.data_ptr, values))
@@ -193,7 +192,9 @@ def watch(results: TraceResults, args: tuple, kwargs: dict) -> TraceResults:
     values = _computation_inputs(results.prologue_trace, args, kwargs)
     plain = [i for i, value in enumerate(values) if is_addressable(value)]
     written = frozenset(plain.index(i) for i in written if i in plain)
-    sharing = _described(sharing_of([values[i] for i in plain], written), [names[i] for i in plain], [values[i] for i in plain])
+    sharing = _described(
+        sharing_of([values[i] for i in plain], written), [names[i] for i in plain], [values[i] for i in plain]
+    )
     remember(sharing)
     fixed_shapes = get_cache_option() is not CACHE_OPTIONS.SYMBOLIC_VALUES
     return TraceResults(

@@ -1,4 +1,4 @@
-"""`python -m guarded_nvfuser demo`: programs that stock Thunder gets wrong, refuses or splits, beside eager and guarded."""
+"""`python -m guarded_nvfuser demo`: programs that stock Thunder gets wrong, refuses or splits, and the guard."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from guarded_nvfuser.hazards import is_region
 from guarded_nvfuser.options import DEFAULT_ON_HAZARD, INTERPRET_VARIABLE, OnHazard, Schedule, interpreting, schedule
 
 _COLOURS = {"right": "32", "wrong": "31;1", "ambiguous": "31;1", "refused": "33"}
-_Seen = Mapping[str, Any]  # what a caller sees of a call: tensors by label, and which of them share memory
 
 
-def _look(fn: Callable, program: Program) -> _Seen:
+def _look(fn: Callable, program: Program) -> dict[str, Any]:
     """The results of a call, its arguments afterwards, the memory around those that are views, and shared memory."""
     with torch.device("cpu" if interpreting() else "cuda"):
         args = program.args()
@@ -46,7 +45,7 @@ def _look(fn: Callable, program: Program) -> _Seen:
     return seen | around | ({"shared memory": ", ".join(shared)} if shared else {})
 
 
-def _differences(eager: _Seen, other: _Seen) -> list[str]:
+def _differences(eager: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """How an outcome differs from eager's, in words; empty if a caller cannot tell the two apart."""
     pairs = {label: (eager.get(label), other.get(label)) for label in (*eager, *other)}
     return [f"{label} is {_text(b)} instead of {_text(a)}" for label, (a, b) in pairs.items() if not _same(a, b)]
@@ -89,7 +88,7 @@ class _Trial:
         return all(isinstance(run, HazardError) or run == [] for run in self.runs.values())
 
 
-def _attempt(program: Program, executor: FusionExecutor, eager: _Seen) -> _Trial:
+def _attempt(program: Program, executor: FusionExecutor, eager: dict[str, Any]) -> _Trial:
     """Compile a program for an executor and call it once per schedule."""
     jitted = thunder.jit(program.fn, executors=[executor], **program.options)
     runs: dict[Schedule, list[str] | Exception] = {}
@@ -141,12 +140,11 @@ def _op_text(bsym: BoundSymbol, names: dict[str, str]) -> str:
     args = (names.get(arg.name, arg.name) if isinstance(arg, Proxy) else repr(arg) for arg in bsym.args)
     text = f"{', '.join(out.name for out in bsym.flat_proxy_outs)} = {bsym.sym.name}({', '.join(args)})"
     if bsym.sym.name == "copy_":
-        target = bsym.args[1].name
-        names[bsym.output.name] = names.get(target, target)
+        names[bsym.output.name] = names.get(bsym.args[1].name, bsym.args[1].name)
     return text
 
 
-def _page(program: Program, eager: _Seen, stock: _Trial, guarded: _Trial, mode: OnHazard) -> list[str]:
+def _page(program: Program, eager: dict[str, Any], stock: _Trial, guarded: _Trial, mode: OnHazard) -> list[str]:
     """The report on one program, for a terminal of 100 columns."""
     options = "".join(f", {name}={value!r}" for name, value in program.options.items())
     call = f"thunder.jit({program.fn.__name__}, executors=[...]{options})"
@@ -214,8 +212,7 @@ def add_parser(commands: Any) -> None:
     about = "run programs that mutate tensors in eager, under stock Thunder and guarded, and compare"
     parser = commands.add_parser("demo", help=about, description=f"{about}. Status 1 if guarded differs from eager.")
     modes, names = [mode.value for mode in OnHazard], [program.name for program in PROGRAMS]
-    default = DEFAULT_ON_HAZARD.value
-    parser.add_argument("--mode", choices=modes, default=default, help="what the guard does on a hazard (%(default)s)")
+    parser.add_argument("--mode", choices=modes, default=DEFAULT_ON_HAZARD.value, help="on a hazard (%(default)s)")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.set_defaults(run=run)
 
@@ -233,8 +230,8 @@ def run(options: argparse.Namespace) -> int:
         os.environ[INTERPRET_VARIABLE] = "1"
     mode, stock_executor = OnHazard(options.mode), _stock_executor()
     if interpreting():
-        why = f"{INTERPRET_VARIABLE}=1" if torch.cuda.is_available() else "no CUDA device"
-        print(f"{why}: regions are interpreted on the CPU; late and early: orders open to nvFuser")
+        print(f"{INTERPRET_VARIABLE}=1" if torch.cuda.is_available() else "no CUDA device", end=": ")
+        print("regions are interpreted on the CPU; late and early: orders open to nvFuser")
     print(f"stock: Thunder's nvFuser executor; guarded: this library's, mode {mode.value}")
     print("listings call a tensor by its first name, whatever Thunder's barriers and copy_ rename it to")
     found = []
@@ -255,5 +252,5 @@ def _summary(found: list[tuple[Program, _Trial, _Trial]]) -> list[str]:
     counts += f"; on real nvFuser also wrong: {', '.join(unseen)}" if unseen and interpreting() else ""
     broken = [program.name for program, _, guarded in found if not guarded.kept_promise]
     kept = f"{len(found) - len(broken)} of {len(found)} give eager's results or name the hazard"
-    text = f"{kept}; broken: {', '.join(broken)}" if broken else kept
-    return [*_entry("stock", counts), *_paint("wrong" if broken else "right", _entry("guarded", text))]
+    kept += f"; broken: {', '.join(broken)}" if broken else ""
+    return [*_entry("stock", counts), *_paint("wrong" if broken else "right", _entry("guarded", kept))]

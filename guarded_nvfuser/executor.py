@@ -25,7 +25,14 @@ from guarded_nvfuser.effects import tensors
 from guarded_nvfuser.errors import HazardError, HazardWarning, layout_error, reasons
 from guarded_nvfuser.hazards import Hazard, judge, overlap_hazards, program_hazards
 from guarded_nvfuser.interpreter import InterpretedRegion
-from guarded_nvfuser.options import OnHazard, current_on_hazard, eliding, interpreting, parse_on_hazard
+from guarded_nvfuser.options import (
+    OnHazard,
+    allowed_rules,
+    current_on_hazard,
+    eliding,
+    interpreting,
+    parse_on_hazard,
+)
 from guarded_nvfuser.prepare import in_program_order, without_dead_writes
 from guarded_nvfuser.regions import form, touches
 from guarded_nvfuser.results import exposed_views, in_doubt, keep_updates, separate_results, settle
@@ -140,7 +147,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         if hazards or fused is None or exposed_views(program):
             return self._fall_back(program, hazards)
         settled = self._with_eager_results(program, fused)
-        if settled is not fused and judge(program, settled, any_device=interpreting()):
+        if settled is not fused and judge(program, settled, allowed_rules()):
             return self._fall_back(program, ())  # a region left with an update alone needs to be tied to the forward
         return settled
 
@@ -155,7 +162,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             if beyond_repair := program_hazards(full):
                 raise HazardError(beyond_repair)
             fused = self._form_rewritten(full, rewritten.left)
-            hazards = judge(full, fused, any_device=interpreting())
+            hazards = judge(full, fused, allowed_rules())
             if not hazards:
                 record(Verdict(OnHazard.REWRITE, ()))
                 return fused
@@ -181,7 +188,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         views = exposed_views(peeled)
         fused = form(self, peeled, lambda bsym: id(bsym) in views or touches(bsym, buffers, peeled))
         fused = self._clean_up(peeled, fused)
-        fused = put_back(program, fused, backs, elide=eliding(), any_device=interpreting())
+        fused = put_back(program, fused, backs, elide=eliding(), rules=allowed_rules())
         return self._defined(program, fused)
 
     def _without_writes(self, trace: TraceCtx) -> TraceCtx:
@@ -204,7 +211,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         except (AssertionError, RuntimeError) as failed:
             log.info("Thunder's fusion pass failed (%s); regions are formed in memory order", failed)
             return None, ()
-        return fused, judge(program, fused, any_device=interpreting())
+        return fused, judge(program, fused, allowed_rules())
 
     def _fall_back(self, program: Program, hazards: tuple[Hazard, ...]) -> TraceCtx:
         """Leave the ops on the hazards' buffers to PyTorch and form regions again, until no hazard is left."""
@@ -218,7 +225,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             barred = more
             judged = analyse(keep_updates(in_program_order(program, barred) if barred else program), program.overlaps)
             fused = self._form(judged, barred)
-            hazards = judge(judged, fused, any_device=interpreting())
+            hazards = judge(judged, fused, allowed_rules())
             if not hazards:
                 return fused
 

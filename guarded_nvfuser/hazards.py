@@ -18,10 +18,12 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from guarded_nvfuser.contract import Body, Rule, Violation, body_of, moved_results, violations
+from guarded_nvfuser.contract import ALL_RULES, Body, Rule, Rules, Violation, body_of
 from guarded_nvfuser.effects import Effects, leaves, tensors
+from guarded_nvfuser.moved import moved_results
 from guarded_nvfuser.states import Entry, Program, Write, is_joint, key_of, returned
 from guarded_nvfuser.values import Values
+from guarded_nvfuser.violations import violations
 
 
 class Kind(Enum):
@@ -69,18 +71,18 @@ def is_region(bsym: BoundSymbol) -> bool:
     return bsym.sym.is_fusion and bsym.sym.name.startswith("nvFusion")
 
 
-def judge(program: Program, fused: TraceCtx, *, any_device: bool = False) -> tuple[Hazard, ...]:
+def judge(program: Program, fused: TraceCtx, rules: Rules = ALL_RULES) -> tuple[Hazard, ...]:
     """Find every hazard of a fused trace.
 
     Args:
         program: what the trace before fusion means.
         fused: the trace after fusion, rematerialisation, cast removal, CSE and DCE; forward and backward.
-        any_device: accept updates of CPU tensors (regions of the interpreter).
+        rules: what the contract allows in a region.
 
     Returns:
         The hazards in the order in which they happen. Time is linear in the length of the fused trace.
     """
-    return _Judge(program, any_device).run(fused)
+    return _Judge(program, rules).run(fused)
 
 
 def program_hazards(program: Program) -> tuple[Hazard, ...]:
@@ -162,8 +164,8 @@ class _Risk:
 
 
 class _Judge:
-    def __init__(self, program: Program, any_device: bool) -> None:
-        self.program, self.any_device = program, any_device
+    def __init__(self, program: Program, rules: Rules) -> None:
+        self.program, self.rules = program, rules
         self.state: dict[int, int] = {}
         self.risks: dict[str, tuple[_Risk, ...]] = {}
         self.found: dict[tuple, Hazard] = {}
@@ -289,7 +291,7 @@ class _Judge:
             bsym,
             buffer_of=lambda n: program.buffer_of.get(n, n),
             tensor_of=lambda n: program.tensor_of.get(n, n),
-            any_device=self.any_device,
+            rules=self.rules,
         )
         carried = {proxy.name: self.now(proxy.name) for proxy in body.inputs}
         self.check_risky_inputs(body, name)
@@ -339,10 +341,11 @@ class _Judge:
         """Results whose memory is in doubt: moved data of an input or of another result (contract, rule 4), and views
         of memory outside that the region computes."""
         program = self.program
-        for out, source in moved_results(body):
-            buffer, own = program.buffer_of.get(source.name, -1), program.buffer_of.get(out.name)
+        for moved in moved_results(body):
+            out, partner = moved.result, moved.partner
+            buffer, own = program.buffer_of.get(partner.name, -1), program.buffer_of.get(out.name)
             if buffer in program.writes or own in program.writes:
-                state = carried.get(source.name, program.bound.get(source.name, 0))
+                state = carried.get(partner.name, program.bound.get(partner.name, 0))
                 self.risks[out.name] = (*self.risks.get(out.name, ()), _Risk(buffer, state, copy=buffer != own))
         updated = {out.name for update in body.updates for out in tensors(update.flat_outs)}
         for out in body.outputs:

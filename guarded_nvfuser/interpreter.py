@@ -20,9 +20,11 @@ from thunder.executors.passes import _transform_for_operator_executor_execution
 from thunder.extend import get_always_executors
 
 from guarded_nvfuser import torch_ops
-from guarded_nvfuser.contract import Body, moved_results, read_before_written
+from guarded_nvfuser.contract import Body, Rules
 from guarded_nvfuser.effects import prim_id, tensors
+from guarded_nvfuser.moved import moved_results
 from guarded_nvfuser.options import Schedule, current_schedule
+from guarded_nvfuser.violations import violations
 
 
 def eager(bsyms: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy], name: str) -> Callable:
@@ -47,10 +49,8 @@ def scheduled(
 
     Where the contract itself promises that reads come before updates, both schedules are the late one.
     """
-    body = Body(tuple(bsyms), tensors(inputs), tensors(outputs), any_device=True)
-    ordered = read_before_written(body)
-    fixed = all(id(update) in ordered for update in body.updates)
-    plan = _late(bsyms) if fixed or which is Schedule.LATE else _early(bsyms)
+    body = Body(tuple(bsyms), tensors(inputs), tensors(outputs), rules=Rules(any_device=True))
+    plan = _late(bsyms) if which is Schedule.LATE or not violations(body) else _early(bsyms)
     return _callable(_returning_memory(_reading_sources(plan), inputs, outputs), inputs, outputs, name)
 
 
@@ -130,7 +130,9 @@ def _returning_memory(plan: list[BoundSymbol], inputs: Sequence[Proxy], outputs:
     """Return results that only move an input's data as that input's memory, as nvFuser does
     (csrc/alias_analysis.cpp).
     """
-    moved = {out.name for out, _ in moved_results(Body(tuple(plan), tensors(inputs), tensors(outputs)))}
+    given = {proxy.name for proxy in inputs}
+    found = moved_results(Body(tuple(plan), tensors(inputs), tensors(outputs)))
+    moved = {each.result.name for each in found if each.partner.name in given}
     producer = {out.name: bsym for bsym in plan for out in tensors(bsym.flat_outs)}
     plain: set[int] = set()
     for name in moved:

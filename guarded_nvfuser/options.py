@@ -10,7 +10,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 
+import nvfuser_direct
+from looseversion import LooseVersion
 from thunder.core.compile_data import get_compile_option
+
+from guarded_nvfuser.contract import Looser, Rules
 
 ON_HAZARD_VARIABLE = "GUARDED_NVFUSER_ON_HAZARD"
 INTERPRET_VARIABLE = "GUARDED_NVFUSER_INTERPRET"
@@ -108,6 +112,22 @@ def eliding() -> bool:
     """
     option = get_compile_option("guard_elide", "Whether write-backs may join the regions that compute their values.")
     return option is None or bool(option)
+
+
+def allowed_rules() -> Rules:
+    """What nvFuser's contract allows for the compilation under way.
+
+    The compile option `guard_looser_rules` names the rules beyond STRICT that count ("pointwise", ...). By default all do
+    with nvFuser 0.2.36, on whose internals they rest, and none with another release.
+
+    Raises:
+        ValueError: an unknown rule.
+    """
+    option = get_compile_option("guard_looser_rules", "Names of the contract's rules beyond STRICT that may be used.")
+    if option is None:
+        tested = LooseVersion(nvfuser_direct.version()).version[:3] == [0, 2, 36]
+        return Rules(frozenset(Looser) if tested else frozenset(), interpreting())
+    return Rules(frozenset(_parse(Looser, rule, "guard_looser_rules") for rule in option), interpreting())
 
 
 def interpreting() -> bool:

@@ -16,9 +16,10 @@ from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 
-from guarded_nvfuser.contract import body_of, moved_from, moved_results
-from guarded_nvfuser.effects import is_hidden_view, tensors
+from guarded_nvfuser.contract import body_of
+from guarded_nvfuser.effects import is_hidden_view, prim_id, tensors
 from guarded_nvfuser.hazards import is_region
+from guarded_nvfuser.moved import moved_from, moved_results
 from guarded_nvfuser.regions import Region, results_of_updates
 from guarded_nvfuser.states import Program, Write, returned
 
@@ -35,7 +36,8 @@ def in_doubt(trace: TraceCtx, fused: TraceCtx) -> bool:
     }
     for bsym in filter(is_region, fused.bound_symbols):
         producer = {out.name: sub for sub in bsym.subsymbols for out in tensors(sub.flat_outs)}
-        if any(out.name in visible and moved_from(producer[out.name]) is not None for out in tensors(bsym.flat_outs)):
+        outs = [out.name for out in tensors(bsym.flat_outs) if out.name in visible and out.name in producer]
+        if any(moved_from(producer[name], producer) is not None for name in outs):
             return True
     return False
 
@@ -106,7 +108,11 @@ def _settle_region(executor, exposure: _Exposure, bsym: BoundSymbol) -> tuple[Bo
     body = body_of(bsym)
     producer = {out.name: sub for sub in bsym.subsymbols for out in tensors(sub.flat_outs)}
     inputs = {proxy.name for proxy in body.inputs}
-    moved = {out.name: source.name for out, source in moved_results(body) if exposure.pair(out.name, source.name)}
+    moved = {
+        each.result.name: each.root.name
+        for each in moved_results(body)
+        if exposure.pair(each.result.name, each.partner.name)
+    }
     for out in body.outputs:
         if (
             out.name not in moved
@@ -127,7 +133,9 @@ def _settle_region(executor, exposure: _Exposure, bsym: BoundSymbol) -> tuple[Bo
 def _view_root(program: Program, producer: dict[str, BoundSymbol], name: str) -> str | None:
     """The value inside a region that a result is a view of, if it is one."""
     root = name
-    while root in producer and (source := moved_from(producer[root])) is not None:
+    while root in producer and prim_id(producer[root]) is not PrimIDs.COPY_:
+        if (source := moved_from(producer[root], producer)) is None:
+            break
         if program.buffer_of.get(source.name) != program.buffer_of.get(name):
             break
         root = source.name
@@ -138,7 +146,7 @@ def _chain(producer: dict[str, BoundSymbol], out: str, root: str) -> list[BoundS
     chain = []
     while out != root:
         chain.append(producer[out])
-        out = moved_from(producer[out]).name
+        out = moved_from(producer[out], producer).name
     return chain[::-1]
 
 

@@ -16,10 +16,11 @@ from thunder.core.proxies import Proxy, TensorProxy, Variable
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
-from guarded_nvfuser.contract import body_of, violations
+from guarded_nvfuser.contract import Rules, body_of
 from guarded_nvfuser.effects import prim_id, tensors
 from guarded_nvfuser.hazards import execution_order, is_region
 from guarded_nvfuser.states import Program, analyse
+from guarded_nvfuser.violations import violations
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,7 @@ def _is_write_back(program: Program, bsym: BoundSymbol) -> bool:
     return program.tensor_of[tensors(bsym.flat_args)[1].name] in whole
 
 
-def put_back(
-    program: Program, fused: TraceCtx, backs: tuple[WriteBack, ...], *, elide: bool, any_device: bool
-) -> TraceCtx:
+def put_back(program: Program, fused: TraceCtx, backs: tuple[WriteBack, ...], *, elide: bool, rules: Rules) -> TraceCtx:
     """Put the write-backs into a trace with regions: into the region that makes the value, or behind everything.
 
     Args:
@@ -111,19 +110,19 @@ def put_back(
         fused: the trace that was formed from the peeled program, before its fusions' final definition.
         backs: what `peel` took off.
         elide: whether write-backs may join regions.
-        any_device: regions are interpreted.
+        rules: what the contract allows.
 
     Returns:
         The trace that writes every changed input once and returns it by the write's result.
     """
     if not backs:
         return fused
-    return _Placing(program, fused, backs, any_device).run(elide)
+    return _Placing(program, fused, backs, rules).run(elide)
 
 
 class _Placing:
-    def __init__(self, program: Program, fused: TraceCtx, backs: tuple[WriteBack, ...], any_device: bool) -> None:
-        self.program, self.fused, self.backs, self.any_device = program, fused, backs, any_device
+    def __init__(self, program: Program, fused: TraceCtx, backs: tuple[WriteBack, ...], rules: Rules) -> None:
+        self.program, self.fused, self.backs, self.rules = program, fused, backs, rules
         self.bsyms = list(fused.bound_symbols)
         flat = self.bsyms[-1].args[0]["flat_args"]
         self.values = {back.result.name: flat[back.positions[0]] for back in backs}  # passes may have renamed them
@@ -179,7 +178,7 @@ class _Placing:
                 region,
                 buffer_of=lambda name: self.program.buffer_of.get(name, name),
                 tensor_of=lambda name: self.program.tensor_of.get(name, name),
-                any_device=self.any_device,
+                rules=self.rules,
             )
             broken = {_result(violation.update).name for violation in violations(body)}
             if not broken:
