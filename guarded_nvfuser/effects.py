@@ -177,7 +177,7 @@ def leaves(bsym: BoundSymbol) -> Iterator[tuple[BoundSymbol, Effects]]:
     elif bsym.subsymbols:
         for sub in bsym.subsymbols:
             yield from leaves(sub)
-        if is_hidden_view(bsym) or bsym.sym.name in _MAYBE_SELF_NAMES:
+        if is_hidden_view(bsym):
             yield bsym, Effects(shares=tuple((out, tensors(bsym.flat_args)[0]) for out in tensors(bsym.flat_outs)))
     elif bsym.sym.python_impl is not None:
         yield bsym, Effects(reads=tensors(bsym.flat_args))

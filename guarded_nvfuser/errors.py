@@ -65,6 +65,8 @@ _WHAT = {
     Kind.UNTRACKED: "the gradient of `{read}` would miss `{may}`",
     Kind.LAYOUT: "nvFuser cannot write into `{name}` as it lies in memory",
     Kind.LEAF: "a leaf Variable that requires grad is being used in an in-place operation: `{may}`",
+    Kind.UNCERTAIN: "`{read}` is a view or a copy by strides, which the trace does not hold, and its memory is written",
+    Kind.UNDECLARED: "nobody declared what `{read}` does to memory",
     Kind.OVERLAP: "the arguments `{name}` overlap in memory, and `{may}` writes one of them",
 }
 _HELP = {
@@ -77,6 +79,8 @@ _HELP = {
     Kind.UNTRACKED: "write out of place (`x = torch.cat(...)`, `torch.where(...)`), so that autograd sees it",
     Kind.LAYOUT: "pass a dense tensor, for instance `x.contiguous()`",
     Kind.LEAF: "update parameters under `torch.no_grad()`",
+    Kind.UNCERTAIN: "use `.view(...)` for a view, `.clone()` for a copy",
+    Kind.UNDECLARED: "keep the op away from tensors that are written",
     Kind.OVERLAP: "pass tensors that do not share memory, or one tensor for both",
 }
 _ELSEWHERE = "guard_on_hazard='fallback' leaves the ops on this tensor to PyTorch"

@@ -155,7 +155,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         """The program without mutation; None where that leaves a hazard, so that the program must fall back."""
         source = analyse(before_gradients(program), program.overlaps) if program.joint else program
         barred = frozenset(name for pair in program.overlaps for name in pair)
-        _tell(overlap_hazards(source))
+        reasons = list(overlap_hazards(source))
         while True:
             rewritten = rewrite(source, barred, tracked=program.joint)
             full = self._derived(rewritten, program)
@@ -164,12 +164,14 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             fused = self._form_rewritten(full, rewritten.left)
             hazards = judge(full, fused, allowed_rules())
             if not hazards:
-                record(Verdict(OnHazard.REWRITE, ()))
+                reasons += rewritten.reasons
+                _tell(reasons)
+                record(Verdict(OnHazard.REWRITE, tuple(reasons)))
                 return fused
-            _tell(hazards)
             more = {name for hazard in hazards for name in full.names[hazard.buffer] if name in source.buffer_of}
             if more <= barred:
                 return None
+            reasons += hazards
             barred |= more
 
     def _derived(self, rewritten: Rewritten, source: Program) -> Program:
@@ -183,12 +185,12 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         return analyse(keep_updates(program), program.overlaps)
 
     def _form_rewritten(self, program: Program, left: frozenset[str]) -> TraceCtx:
-        peeled, backs = peel(program)
+        peeled, tail = peel(program)
         buffers = frozenset(peeled.buffer_of[name] for name in left if name in peeled.buffer_of)
         views = exposed_views(peeled)
         fused = form(self, peeled, lambda bsym: id(bsym) in views or touches(bsym, buffers, peeled))
         fused = self._clean_up(peeled, fused)
-        fused = put_back(program, fused, backs, elide=eliding(), rules=allowed_rules())
+        fused = put_back(program, fused, tail, elide=eliding(), rules=allowed_rules())
         return self._defined(program, fused)
 
     def _without_writes(self, trace: TraceCtx) -> TraceCtx:

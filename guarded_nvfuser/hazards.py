@@ -39,6 +39,8 @@ class Kind(Enum):
     LAYOUT = "GNV008"
     LEAF = "GNV009"
     OVERLAP = "GNV010"
+    UNCERTAIN = "GNV011"
+    UNDECLARED = "GNV012"
 
 
 @dataclass(frozen=True)

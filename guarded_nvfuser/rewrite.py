@@ -19,6 +19,7 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors import torchex
 
 from guarded_nvfuser.effects import leaves, prim_id, tensors
+from guarded_nvfuser.hazards import Hazard, Kind
 from guarded_nvfuser.states import Program
 from guarded_nvfuser.torch_ops import PARTIAL_WRITES
 from guarded_nvfuser.views import definite_views, uncertain, undo
@@ -26,10 +27,11 @@ from guarded_nvfuser.views import definite_views, uncertain, undo
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A rewritten trace, and the names of the buffers that could not be expressed and were left as they were."""
+    """A rewritten trace, the names of the buffers that were left as they were, and why, where the rewrite found out."""
 
     trace: TraceCtx
     left: frozenset[str]
+    reasons: tuple[Hazard, ...]
 
 
 def rewrite(program: Program, barred: frozenset[str] = frozenset(), *, tracked: bool = False) -> Rewritten:
@@ -41,17 +43,25 @@ def rewrite(program: Program, barred: frozenset[str] = frozenset(), *, tracked: 
         tracked: gradients will be derived from the result: writes that autograd must follow are made functional.
 
     Returns:
-        The new trace and what was left: barred buffers, those that an undeclared op touches, and those whose sharing
-            the trace does not decide (tests/test_rewrite.py::test_maybe_view_is_left).
+        The new trace and what was left: barred buffers, those that an undeclared op touches, and those whose sharing the
+        trace does not decide (tests/test_rewrite.py::test_maybe_view_is_left).
     """
-    doubts = uncertain(program)
-    left = {program.buffer_of[name] for name in barred if name in program.buffer_of}
-    left |= doubts.buffers | _opaque_buffers(program)
+    doubts, undeclared = uncertain(program), _undeclared(program)
+    reasons = [Hazard(Kind.UNCERTAIN, buffer, _name(program, buffer), op) for buffer, op in doubts.buffers.items()]
+    reasons += [Hazard(Kind.UNDECLARED, buffer, _name(program, buffer), op) for buffer, op in undeclared.items()]
+    left = {program.buffer_of[name] for name in barred if name in program.buffer_of} | {*doubts.buffers, *undeclared}
     while True:
         try:
-            return _Rewriter(program, frozenset(left), doubts.lasting, tracked).run()
+            trace = _Rewriter(program, frozenset(left), doubts.lasting, tracked).run()
         except _Inexpressible as found:
             left.add(found.buffer)
+        else:
+            names = frozenset(name for buffer in left for name in program.names[buffer])
+            return Rewritten(trace, names, tuple(reasons))
+
+
+def _name(program: Program, buffer: int) -> str:
+    return program.names[buffer][0]
 
 
 class _Inexpressible(Exception):
@@ -61,9 +71,10 @@ class _Inexpressible(Exception):
         self.buffer = buffer
 
 
-def _opaque_buffers(program: Program) -> set[int]:
+def _undeclared(program: Program) -> dict[int, BoundSymbol]:
+    """Buffers that an op touches whose effects nobody declared, each with the op."""
     return {
-        program.buffer_of[proxy.name]
+        program.buffer_of[proxy.name]: bsym
         for bsym in program.trace.bound_symbols
         for leaf, effects in leaves(bsym)
         if effects.opaque
@@ -116,13 +127,13 @@ class _Rewriter:
         self.partial: dict[str, tuple[BoundSymbol, str, int]] = {}
         self.uses = _uses(program)
 
-    def run(self) -> Rewritten:
+    def run(self) -> TraceCtx:
         for proxy in self._inputs():
             self.add_store(proxy.name, proxy, is_input=True)
         with tracectx(self.new):
             for bsym in self.program.trace.bound_symbols:
                 self.visit(bsym)
-        return Rewritten(self.new, frozenset(name for buffer in self.left for name in self.program.names[buffer]))
+        return self.new
 
     def _inputs(self) -> Iterator[TensorProxy]:
         for buffer in sorted(self.buffers & self.program.inputs):
@@ -259,16 +270,20 @@ class _Rewriter:
 
     def write(self, bsym: BoundSymbol, source: TensorProxy, target: TensorProxy) -> None:
         name = self.first(target.name)
+        self.same.update((out.name, name) for out in tensors(bsym.flat_outs))
+        if self.first(source.name) == name:
+            return  # a tensor copied into itself
         store = self.stores[self.root_of[name]]
         partial = self.partial_write(source.name, name)
         if partial is not None and not self.must_track(bsym):
             self.write_part(store, lambda: self.bind_partial(partial, self.memory_of(name)))
         else:
             value = self.read(source.name) if self.known(source.name) else source
+            if not self.known(source.name) and self.program.buffer_of.get(source.name) in self.program.writes:
+                value = prims.clone(value)  # memory that is left and may change before this value is written back
             if tuple(value.shape) != tuple(target.shape):  # Thunder lets a 0-d CPU tensor be copied into any shape
                 value = prims.broadcast_in_dim(value, tuple(target.shape), ())
             self.write_whole(bsym, store, name, value)
-        self.same.update((out.name, name) for out in tensors(bsym.flat_outs))
 
     def partial_write(self, source: str, target: str) -> BoundSymbol | None:
         """The op that made `source` as a copy of `target` with a part changed, if nothing was written since."""

@@ -81,7 +81,11 @@ class Values:
     def _enter(self, entry: Entry) -> None:
         bsym, outs = entry.bsym, tensors(entry.bsym.flat_outs)
         self._producer.update((out.name, entry) for out in outs)
-        if bsym.sym.id in NON_FUNCTIONAL_OPS or prim_id(bsym) is PrimIDs.COPY_:
+        if bsym.sym.id in NON_FUNCTIONAL_OPS:
+            return
+        if prim_id(bsym) is PrimIDs.COPY_:  # the target holds what was copied into it
+            source = self._of(entry.args[0], entry.sees[entry.args[0]])
+            self.number.update((out.name, source) for out in outs)
             return
         if prim_id(bsym) is PrimIDs.UPDATE_ALIASES and len(outs) == len(entry.args):
             for out, arg in zip(outs, entry.args):

@@ -20,7 +20,8 @@ class Verdict:
 
     Attributes:
         mode: what was to be done on a hazard.
-        hazards: the hazards of the regions that Thunder's own passes formed; empty: they were kept as they are.
+        hazards: why ops were left to PyTorch or the program refused; in mode "rewrite" those that the rewrite left, in the
+            others those of the regions that Thunder's own passes form.
     """
 
     mode: OnHazard
@@ -28,7 +29,7 @@ class Verdict:
 
     @property
     def safe(self) -> bool:
-        """Whether Thunder's regions mean what the program means."""
+        """Whether everything could be fused as it was."""
         return not self.hazards
 
 

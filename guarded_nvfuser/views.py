@@ -93,14 +93,14 @@ class Uncertain:
     strides.
 
     Attributes:
-        buffers: written buffers for which it matters whether such an op is a view: one side is written after the op,
+        buffers: written buffers for which it matters whether such an op is a view, each with one: a side is written after the op,
             and
             somebody looks at the other side after that. PyTorch decides when such ops run as they are.
         lasting: such ops (by identity) with nothing written after them, but with both sides in the caller's sight: made
             from the real memory at the end, they share it if they do in eager.
     """
 
-    buffers: frozenset[int]
+    buffers: dict[int, BoundSymbol]
     lasting: frozenset[int]
 
 
@@ -155,16 +155,17 @@ class _Sides:
         written: dict[str, list[int]] = {}
         for time, name in self.writes:
             written.setdefault(self.find(name), []).append(time)
-        buffers, lasting = set(), set()
+        buffers: dict[int, BoundSymbol] = {}
+        lasting: set[int] = set()
         for time, out, source in self.edges:
             here, there = self.find(out), self.find(source)
             if here == there:
                 continue
             if self.conflict(time, here, there, written, last_seen):
-                buffers.add(program.buffer_of[out])
+                buffers.setdefault(program.buffer_of[out], program.trace.bound_symbols[time])
             elif here in visible and there in visible and program.buffer_of[out] in program.writes:
                 lasting.add(id(program.trace.bound_symbols[time]))
-        return Uncertain(frozenset(buffers), frozenset(lasting))
+        return Uncertain(buffers, frozenset(lasting))
 
     @staticmethod
     def conflict(time: int, here: str, there: str, written: dict[str, list[int]], last_seen: dict[str, float]) -> bool:

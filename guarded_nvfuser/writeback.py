@@ -17,7 +17,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
 from guarded_nvfuser.contract import Rules, body_of
-from guarded_nvfuser.effects import prim_id, tensors
+from guarded_nvfuser.effects import leaves, prim_id, tensors
 from guarded_nvfuser.hazards import execution_order, is_region
 from guarded_nvfuser.states import Program, analyse
 from guarded_nvfuser.violations import violations
@@ -53,42 +53,82 @@ def forward_end(bsyms: Sequence[BoundSymbol]) -> int:
     return next((i for i, bsym in enumerate(bsyms) if bsym.sym.id in (PrimIDs.GET_GRAD, PrimIDs.RETURN)), len(bsyms))
 
 
-def peel(program: Program) -> tuple[Program, tuple[WriteBack, ...]]:
+@dataclass(frozen=True)
+class Tail:
+    """The end of a rewritten program's forward: the write-backs, and the views of changed inputs that are results."""
+
+    backs: tuple[WriteBack, ...] = ()
+    views: tuple[BoundSymbol, ...] = ()
+
+    @property
+    def names(self) -> set[str]:
+        """What the tail defines."""
+        return {
+            out.name for bsym in (*(back.copy for back in self.backs), *self.views) for out in tensors(bsym.flat_outs)
+        }
+
+
+def peel(program: Program) -> tuple[Program, Tail]:
     """Take the write-backs off a program.
 
     Args:
         program: a rewritten, analysed program.
 
     Returns:
-        The program without the copies at its forward's end, which returns their values instead, and the copies in
-        order.
+        The program without the copies at its forward's end, which returns their values instead, and what was taken off.
     """
     bsyms = program.trace.bound_symbols
     end = forward_end(bsyms)
-    start = end
-    while start and _is_write_back(program, bsyms[start - 1]):
-        start -= 1
-    copies = bsyms[start:end]
+    start = _tail_start(program, bsyms, end)
     value = bsyms[-1].args[0] if len(bsyms[-1].args) == 1 else None
-    if not copies or not isinstance(value, dict) or "flat_args" not in value:
-        return program, ()
+    if start == end or not isinstance(value, dict) or "flat_args" not in value:
+        return program, Tail()
     flat = value["flat_args"]
+    copies = [bsym for bsym in bsyms[start:end] if _is_write_back(program, bsym)]
     backs = tuple(
         WriteBack(
             copy, tuple(i for i, arg in enumerate(flat) if isinstance(arg, Proxy) and arg.name == _result(copy).name)
         )
         for copy in copies
     )
-    if not all(back.positions for back in backs):
-        return program, ()
-    values = {Variable(back.result): back.value for back in backs}
-    peeled = from_trace(program.trace)
-    *tail, return_bsym = [bsym.from_bsym_swap_proxies(values, skip_output=True) for bsym in bsyms[end:]]
+    tail = Tail(backs, tuple(bsym for bsym in bsyms[start:end] if bsym not in copies))
+    asked = {bsym.args[0].name for bsym in bsyms[end:] if bsym.sym.id is PrimIDs.GET_GRAD}
+    if not backs or not all(back.positions for back in backs) or not asked.isdisjoint(tail.names):
+        return program, Tail()
+    return analyse(_peeled(program.trace, start, end, tail), program.overlaps), tail
+
+
+def _peeled(trace: TraceCtx, start: int, end: int, tail: Tail) -> TraceCtx:
+    """The trace without its tail; values, and targets, stand in the return for what the tail defines."""
+    bsyms = trace.bound_symbols
+    values = {Variable(back.result): back.value for back in tail.backs}
+    values |= {Variable(out): tail.backs[0].value for bsym in tail.views for out in tensors(bsym.flat_outs)}
+    *backward, return_bsym = [bsym.from_bsym_swap_proxies(values, skip_output=True) for bsym in bsyms[end:]]
     value = return_bsym.args[0]
-    flat = [*value["flat_args"], *(back.target for back in backs)]  # no pass may drop a target's definition
-    return_bsym = return_bsym.from_bsym(args=({**value, "flat_args": flat},))
-    peeled.bound_symbols = [*bsyms[:start], *tail, return_bsym]
-    return analyse(peeled, program.overlaps), backs
+    flat = [*value["flat_args"], *(back.target for back in tail.backs)]  # no pass may drop a target's definition
+    peeled = from_trace(trace)
+    peeled.bound_symbols = [*bsyms[:start], *backward, return_bsym.from_bsym(args=({**value, "flat_args": flat},))]
+    return peeled
+
+
+def _tail_start(program: Program, bsyms: Sequence[BoundSymbol], end: int) -> int:
+    """Where the tail begins: copies to inputs, then views that depend on nothing but their results."""
+    start = end
+    while start and (_is_write_back(program, bsyms[start - 1]) or _is_view(bsyms[start - 1])):
+        start -= 1
+    defined: set[str] = set()
+    for index in range(start, end):
+        args = {arg.name for arg in tensors(bsyms[index].flat_args)}
+        if not _is_write_back(program, bsyms[index]) and not (args and args <= defined):
+            start, defined = index + 1, set()
+            continue
+        defined.update(out.name for out in tensors(bsyms[index].flat_outs))
+    return start
+
+
+def _is_view(bsym: BoundSymbol) -> bool:
+    found = [effects for _, effects in leaves(bsym)]
+    return any(effects.shares for effects in found) and not any(effects.writes for effects in found)
 
 
 def _result(copy: BoundSymbol) -> TensorProxy:
@@ -102,30 +142,31 @@ def _is_write_back(program: Program, bsym: BoundSymbol) -> bool:
     return program.tensor_of[tensors(bsym.flat_args)[1].name] in whole
 
 
-def put_back(program: Program, fused: TraceCtx, backs: tuple[WriteBack, ...], *, elide: bool, rules: Rules) -> TraceCtx:
+def put_back(program: Program, fused: TraceCtx, tail: Tail, *, elide: bool, rules: Rules) -> TraceCtx:
     """Put the write-backs into a trace with regions: into the region that makes the value, or behind everything.
 
     Args:
         program: the program with its write-backs, which gives the memory of names.
         fused: the trace that was formed from the peeled program, before its fusions' final definition.
-        backs: what `peel` took off.
+        tail: what `peel` took off.
         elide: whether write-backs may join regions.
         rules: what the contract allows.
 
     Returns:
         The trace that writes every changed input once and returns it by the write's result.
     """
-    if not backs:
+    if not tail.backs:
         return fused
-    return _Placing(program, fused, backs, rules).run(elide)
+    return _Placing(program, fused, tail, rules).run(elide)
 
 
 class _Placing:
-    def __init__(self, program: Program, fused: TraceCtx, backs: tuple[WriteBack, ...], rules: Rules) -> None:
-        self.program, self.fused, self.backs, self.rules = program, fused, backs, rules
+    def __init__(self, program: Program, fused: TraceCtx, tail: Tail, rules: Rules) -> None:
+        self.program, self.fused, self.tail, self.rules = program, fused, tail, rules
+        self.backs = tail.backs
         self.bsyms = list(fused.bound_symbols)
         flat = self.bsyms[-1].args[0]["flat_args"]
-        self.values = {back.result.name: flat[back.positions[0]] for back in backs}  # passes may have renamed them
+        self.values = {back.result.name: flat[back.positions[0]] for back in self.backs}  # passes may have renamed them
         self.joined: dict[str, int] = {}  # result -> position of its region
 
     def run(self, elide: bool) -> TraceCtx:
@@ -135,6 +176,7 @@ class _Placing:
         placed = from_trace(self.fused)
         end = forward_end(self.bsyms)
         rest = [self.bound(back) for back in self.backs if back.result.name not in self.joined]
+        rest += self.tail.views
         placed.bound_symbols = [*self.bsyms[:end], *rest, *self.bsyms[end:-1], self.returning(self.bsyms[-1])]
         return placed
 
@@ -160,6 +202,10 @@ class _Placing:
             for arg in tensors(bsym.flat_args):
                 buffer = self.program.buffer_of.get(arg.name, -1)
                 last_read[buffer] = max(last_read.get(buffer, -1), order[id(bsym)])
+        for back in self.backs:  # a value that no region makes is read by a copy at the end
+            value = self.values[back.result.name].name
+            if value not in made_at:
+                last_read[self.program.buffer_of.get(value, -1)] = len(order)
         found: dict[int, list[WriteBack]] = {}
         for back in self.backs:
             index = made_at.get(self.values[back.result.name].name)
@@ -195,7 +241,7 @@ class _Placing:
 
     def with_updates(self, region: BoundSymbol, backs: list[WriteBack]) -> BoundSymbol:
         """The region with updates added, and without outputs that only the write-backs need."""
-        unneeded = {self.values[b.result.name].name for b in backs} - self.kept_values(region, backs)
+        unneeded = {self.values[b.result.name].name for b in backs} - self.kept_values(backs)
         targets = {back.target.name: back.target for back in backs}
         args = {arg.name: arg for arg in region.args} | targets
         outs = [out for out in region.flat_proxy_outs if out.name not in unneeded]
@@ -205,21 +251,21 @@ class _Placing:
             subsymbols=(*region.subsymbols, *(self.bound(back) for back in backs)),
         )
 
-    def kept_values(self, region: BoundSymbol, backs: list[WriteBack]) -> set[str]:
+    def kept_values(self, backs: list[WriteBack]) -> set[str]:
         """Values that are results of their own beside the input that they are written to."""
         results = {result.name for result in self.results()}
         return {self.values[back.result.name].name for back in backs} & results
 
     def results(self) -> list[TensorProxy]:
-        """The return's results, without those that are changed inputs."""
-        inputs = {back.result.name for back in self.backs}
+        """The return's results, without those that the tail defines."""
+        inputs = self.tail.names
         value = self.bsyms[-1].args[0]
         found = tensors(_flat(value.get("fw_flat_out", value["output"])))
         return [proxy for meant, proxy in zip(self.program.results, found) if meant not in inputs]
 
     def read_results(self, position: int, backs: list[WriteBack]) -> None:
         """Let later ops read the updated input: it holds the value, which then needs no memory of its own."""
-        kept = self.kept_values(self.bsyms[position], backs)
+        kept = self.kept_values(backs)
         swap = {}
         for back in backs:
             value = self.values[back.result.name]
@@ -243,7 +289,7 @@ class _Placing:
         for back in self.backs:
             for position in back.positions:
                 flat[position] = back.result
-        inputs = {back.result.name: back.result for back in self.backs}
+        inputs = {name: self.program.proxies[name] for name in self.tail.names}
         key = "fw_flat_out" if "fw_flat_out" in value else "output"
         results = _with_results(value[key], self.program.results, inputs)
         return bsym.from_bsym(args=({**value, "flat_args": flat, key: results},))

@@ -191,6 +191,7 @@ class _Grower:
             "write_from",
         ]
         kinds += ["view", "view", "slice", "write_slice", "index"] if self.features.views else []
+        kinds += ["copy", "copy"]
         kinds += ["raw"] if self.features.raw_copies else []
         kind = self.choices.pick(kinds)
         b, pick = self.like(a), self.choices.pick
@@ -212,6 +213,8 @@ class _Grower:
                 self.attempt(kind, f"{a}.{pick(IN_PLACE)}")
             case "write_from":
                 self.attempt(kind, f"{a}.{pick(IN_PLACE_BINARY).format(b=self.apart(a, pick([b, self.value()])))}")
+            case "copy":
+                self.attempt(kind, f"{a}.copy_({self.apart(a, b)})")
             case "view":
                 self.attempt(kind, f"{name} = {a}.{pick(VIEWS).format(a=a)}", name)
             case "slice":

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,40 +17,21 @@ from guarded_nvfuser import HazardError, guarded_nvfuser_ex
 from guarded_nvfuser.executor import InterpretableNvFuserExecutor
 from guarded_nvfuser.options import schedule
 from tests.cases import CASES, Case
-from tests.support import CONFIGS, Config, Outcome, differences, jit, run
+from tests.support import Config, Outcome, differences, jit, run
 
-SHARING = "arguments that share memory are taken for separate tensors or for one"
 EXPAND = "a write through an expanded view reaches torch as an overlapping copy_ and is refused there"
 # A gradient that Thunder derives wrongly when nothing renames the written tensor: refused, which the promise allows.
 REFUSED_UNTRACKED = {"linear_tanh_in_place"}
 
-FALLBACK_CONFIGS = [
-    Config("fallback", fusion_type, skip, order)
-    for fusion_type, skip, order in (
-        ("consecutive", False, "late"),
-        ("consecutive", True, "early"),
-        ("dataflow", False, "early"),
-        ("dataflow", True, "late"),
-    )
-]
+SCHEDULES = ("late", "early")
+PARTITIONS = [(fusion_type, skip) for fusion_type in ("consecutive", "dataflow") for skip in (False, True)]
 GPU_CONFIGS = [Config(mode, "consecutive") for mode in ("rewrite", "fallback")] + [Config("rewrite", "dataflow", True)]
 
 
-def shares_arguments(case: Case) -> bool:
-    return not {"runtime_alias", "duplicate_arg"}.isdisjoint(case.kinds)
-
-
-def params(*, expand_fails: bool) -> list:
+def params(*failing: str) -> list:
     """Every case as a pytest parameter, marked where it is known to fail."""
-    found = []
-    for case in CASES:
-        marks = []
-        if shares_arguments(case):
-            marks = [pytest.mark.xfail(strict=False, reason=SHARING)]
-        elif expand_fails and case.name == "write_through_expand":
-            marks = [pytest.mark.xfail(strict=True, raises=RuntimeError, reason=EXPAND)]
-        found.append(pytest.param(case, id=case.name, marks=marks))
-    return found
+    mark = pytest.mark.xfail(strict=True, raises=RuntimeError, reason=EXPAND)
+    return [pytest.param(case, id=case.name, marks=[mark] if case.name in failing else []) for case in CASES]
 
 
 def moved(value: Any, device: str, storages: dict[int, torch.UntypedStorage]) -> Any:
@@ -79,87 +59,108 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def outcome(case: Case, compiled: Callable[[Callable], Callable], device: str = "cpu", *, eager: bool = False) -> Outcome:
-    """What a caller sees of one call: results, arguments with their surroundings, the module's state, gradients."""
-    torch.manual_seed(0)
-    fn = case.fn() if case.module else (case.eager or case.fn if eager else case.fn)
-    state = []
-    if case.module:
-        fn = fn.to(device)
-        state = [*fn.buffers(), *fn.parameters()]
-    inside = contextlib.nullcontext() if device == "cpu" else torch.device(device)
-    with inside, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        callee = compiled(fn)
-        if case.warm_args is not None:
-            callee(*make_args(case.warm_args, device))
-        args = make_args(case.make_args, device)
-        state += [whole(leaf) for leaf in tree_flatten(args)[0]]
-        return run(callee, lambda: args, backward=case.backward, state=state)
+class Subject:
+    """One case in eager or compiled, to be run several times from the same state."""
+
+    def __init__(self, case: Case, compiled: Callable[[Callable], Callable] | None, device: str = "cpu") -> None:
+        torch.manual_seed(0)
+        fn = case.fn() if case.module else case.fn
+        if compiled is None and case.eager is not None:
+            fn = case.eager
+        self.case, self.device = case, device
+        self.state = [*fn.to(device).buffers(), *fn.parameters()] if case.module else []
+        self.initial = [tensor.detach().clone() for tensor in self.state]
+        self.callee = fn if compiled is None else compiled(fn)
+
+    def reset(self) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(self.state, self.initial):
+                tensor.copy_(value)
+                tensor.grad = None
+
+    def run(self) -> Outcome:
+        """What a caller sees of one call: results, arguments with their surroundings, the module's state, gradients."""
+        case = self.case
+        self.reset()
+        inside = contextlib.nullcontext() if self.device == "cpu" else torch.device(self.device)
+        with inside, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if case.warm_args is not None:
+                self.callee(*make_args(case.warm_args, self.device))
+            args = make_args(case.make_args, self.device)
+            surroundings = [whole(leaf) for leaf in tree_flatten(args)[0]]
+            return run(self.callee, lambda: args, backward=case.backward, state=[*self.state, *surroundings])
 
 
-def compare(case: Case, config: Config, executor: Any = guarded_nvfuser_ex, device: str = "cpu") -> list[str]:
-    """How a compiled case differs from eager, in words."""
-    expected = outcome(case, lambda fn: fn, device, eager=True)
-    with schedule(config.schedule):
-        return differences(expected, outcome(case, lambda fn: jit(fn, config, executor), device))
+def guarded(case: Case, config: Config, executor: Any = guarded_nvfuser_ex, device: str = "cpu") -> Subject:
+    return Subject(case, lambda fn: jit(fn, config, executor), device)
 
 
-@pytest.mark.parametrize("case", params(expand_fails=False))
+def compare(case: Case, config: Config, device: str = "cpu") -> None:
+    """Fail unless a compiled case does what eager does, under both schedules."""
+    expected, subject = Subject(case, None, device).run(), guarded(case, config, device=device)
+    for order in SCHEDULES:
+        with schedule(order):
+            assert differences(expected, subject.run()) == [], (config, order)
+
+
+@pytest.mark.parametrize("case", params())
 def test_rewrite(case: Case) -> None:
     """Mode rewrite gives what eager gives, whatever the partition, the barriers and the schedule."""
-    for config in CONFIGS:
-        assert compare(case, config) == [], config
+    for fusion_type, skip in PARTITIONS:
+        compare(case, Config("rewrite", fusion_type, skip))
 
 
-@pytest.mark.parametrize("case", params(expand_fails=True))
+@pytest.mark.parametrize("case", params("write_through_expand"))
 def test_fallback(case: Case) -> None:
     """Mode fallback gives what eager gives; without Thunder's renames it may refuse to differentiate."""
-    for config in FALLBACK_CONFIGS:
-        if case.name in REFUSED_UNTRACKED and config.skip:
+    for fusion_type, skip in (("consecutive", False), ("dataflow", True)):
+        if case.name in REFUSED_UNTRACKED and skip:
             with pytest.raises(HazardError, match="GNV007"):
-                compare(case, config)
-            continue
-        assert compare(case, config) == [], config
+                compare(case, Config("fallback", fusion_type, skip))
+        else:
+            compare(case, Config("fallback", fusion_type, skip))
 
 
-def attempt(case: Case, config: Config, executor: Any, device: str = "cpu") -> bool | None:
-    """Whether a compiled case gives eager's results; None where it is refused with an error."""
+def attempt(subject: Subject, expected: Outcome, order: str, refusal: type[Exception] = HazardError) -> bool | None:
+    """Whether a compiled case gives eager's results; None where it is refused."""
     try:
-        return not compare(case, config, executor, device)
-    except NotImplementedError:
+        with schedule(order):
+            return not differences(expected, subject.run())
+    except refusal:
         return None
 
 
-@pytest.mark.parametrize("case", params(expand_fails=True))
+@pytest.mark.parametrize("case", params("write_through_expand"))
 def test_raise(case: Case) -> None:
     """Mode raise refuses whatever stock gets wrong, refuses nothing without a hazard, and is right where it does
     not refuse.
     """
-    stock = InterpretableNvFuserExecutor("stock_nvfuser")
-    for order in ("late", "early"):
-        config = Config(None, schedule=order)
-        guarded = attempt(case, replace(config, mode="raise"), guarded_nvfuser_ex)
-        assert guarded in (True, None)
+    expected = Subject(case, None).run()
+    stock = guarded(case, Config(None), InterpretableNvFuserExecutor("stock_nvfuser"))
+    subject = guarded(case, Config("raise"))
+    for order in SCHEDULES:
+        answer = attempt(subject, expected, order)
+        assert answer in (True, None)
         if "no_hazard" in case.kinds:
-            assert guarded is True
-        if attempt(case, config, stock) is False:
-            assert guarded is None
+            assert answer is True
+        if attempt(stock, expected, order, RuntimeError) is False:
+            assert answer is None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", params(expand_fails=False))
-def test_on_a_gpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", params())
+def test_on_a_gpu(case: Case) -> None:
     """The same on real nvFuser: eager's results in the modes rewrite and fallback, no wrong ones in mode raise."""
-    monkeypatch.setenv("GUARDED_NVFUSER_INTERPRET", "0")
     for config in GPU_CONFIGS:
         if case.name in REFUSED_UNTRACKED and config.mode == "fallback" and config.skip:
             continue
         if case.name == "write_through_expand" and config.mode == "fallback":
             continue
-        assert compare(case, config, device="cuda") == [], config
-    refused = case.name == "write_through_expand"
-    assert refused or attempt(case, Config("raise"), guarded_nvfuser_ex, "cuda") in (True, None)
+        compare(case, config, "cuda")
+    if case.name != "write_through_expand":
+        expected = Subject(case, None, "cuda").run()
+        assert attempt(guarded(case, Config("raise"), device="cuda"), expected, "late") in (True, None)
 
 
 def test_moving_keeps_layout_and_sharing() -> None:

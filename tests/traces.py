@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -10,15 +11,18 @@ from typing import Any
 
 import thunder
 from thunder.core import prims
-from thunder.core.proxies import TensorProxy
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
-from guarded_nvfuser.contract import Body, body_of
+from guarded_nvfuser.contract import Body, Looser, Rules, body_of
 from guarded_nvfuser.executor import InterpretableNvFuserExecutor
-from guarded_nvfuser.hazards import is_region
+from guarded_nvfuser.hazards import Hazard, is_region, judge
+from guarded_nvfuser.regions import Region, form
 from guarded_nvfuser.states import Program, analyse
 
+STRICT = Rules(frozenset(), any_device=True)
 Pass = Callable[["Recorder", TraceCtx], TraceCtx]
 
 
@@ -50,18 +54,24 @@ class Fusion:
         """The fusion symbols in order."""
         return [bsym for bsym in self.fused.bound_symbols if is_region(bsym)]
 
-    def body(self, index: int = 0, *, any_device: bool = True) -> Body:
+    def hazards(self, *looser: Looser) -> tuple[Hazard, ...]:
+        """The judge's hazards, under the strict contract and the looser rules given."""
+        return judge(self.program, self.fused, Rules(frozenset(looser), any_device=True))
+
+    def body(self, index: int = 0, rules: Rules = STRICT) -> Body:
         """One region as the contract sees it, with the program's knowledge of memory."""
         buffers, tensors = self.program.buffer_of, self.program.tensor_of
         return body_of(
             self.regions[index],
             buffer_of=lambda name: buffers.get(name, name),
             tensor_of=lambda name: tensors.get(name, name),
-            any_device=any_device,
+            rules=rules,
         )
 
 
-def recorded(make: Pass | None, fn: Callable, *args: Any, skip: bool = False, **options: Any) -> tuple[Recorder, Callable]:
+def recorded(
+    make: Pass | None, fn: Callable, *args: Any, skip: bool = False, **options: Any
+) -> tuple[Recorder, Callable]:
     """Compile a function and call it once, with a recorder as its only executor."""
     recorder = Recorder(make)
     options.setdefault("disable_inplace_copy_check", True)
@@ -85,6 +95,14 @@ def program_of(fn: Callable, *args: Any, **options: Any) -> Program:
 def stock(fn: Callable, *args: Any, **options: Any) -> Fusion:
     """What Thunder's own passes make of a function; `skip=True` puts its reads and writes into one region."""
     recorder, jitted = recorded(None, fn, *args, **options)
+    return Fusion(analyse(recorder.trace), recorder.fused, jitted)
+
+
+def formed(fn: Callable, *args: Any, **options: Any) -> Fusion:
+    """Regions over a function in program order, before any pass of Thunder's has changed them."""
+    recorder, jitted = recorded(
+        lambda executor, trace: form(executor, analyse(trace), lambda _: False), fn, *args, **options
+    )
     return Fusion(analyse(recorder.trace), recorder.fused, jitted)
 
 
@@ -122,10 +140,35 @@ def calls(fn: Callable, *args: Any) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
-    before = sys.getprofile()
+    collecting, before = gc.isenabled(), sys.getprofile()
+    gc.disable()  # what a collection finalises belongs to nobody
     sys.setprofile(look)
     try:
         fn(*args)
     finally:
         sys.setprofile(before)
+        if collecting:
+            gc.enable()
     return count
+
+
+def one_region(fn: Callable, *args: Any, overlaps: bool = False) -> Fusion:
+    """A function of Thunder's own primitives as one region, with all that it returns: no pass has touched it.
+
+    Aliases are made before it. `overlaps`: the first two arguments overlap in memory.
+    """
+    trace = flat(fn, *args)
+    *body, return_bsym = trace.bound_symbols
+    before = [bsym for bsym in body if bsym.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.UPDATE_ALIASES)]
+    inside = [bsym for bsym in body if not any(bsym is other for other in before)]
+    given = {out.name: out for bsym in before for out in bsym.flat_proxy_outs}
+    used = {arg.name for bsym in inside for arg in bsym.flat_proxy_args}
+    outputs = {out.name: out for out in return_bsym.flat_proxy_args if out.name not in given}
+    region = Region(
+        tuple(inside),
+        tuple(variableify(proxy) for name, proxy in given.items() if name in used),
+        tuple(map(variableify, outputs.values())),
+    )
+    fused = InterpretableNvFuserExecutor("recording_nvfuser").fuse(region, 0)
+    program = analyse(trace, (tuple(arg.name for arg in trace.args[:2]),) if overlaps else ())
+    return Fusion(program, with_symbols(trace, [*before, fused, return_bsym]), fn)
