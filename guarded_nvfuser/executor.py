@@ -34,7 +34,7 @@ from guarded_nvfuser.options import (
     parse_on_hazard,
 )
 from guarded_nvfuser.prepare import in_program_order, without_dead_writes
-from guarded_nvfuser.regions import form, touches
+from guarded_nvfuser.regions import form, touches, without_dead_ops
 from guarded_nvfuser.results import exposed_views, in_doubt, keep_updates, separate_results, settle
 from guarded_nvfuser.rewrite import Rewritten, rewrite
 from guarded_nvfuser.states import Program, analyse, writes_anything
@@ -209,7 +209,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         """
         try:
             fused = super().fusion_pass(program.trace)
-            fused = impl.dce(fused) if program.joint else fused  # a dropped region leaves what only it needed
+            fused = without_dead_ops(fused) if program.joint else fused  # a dropped region leaves what only it needed
         except (AssertionError, RuntimeError) as failed:
             log.info("Thunder's fusion pass failed (%s); regions are formed in memory order", failed)
             return None, ()
@@ -240,7 +240,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         return self._defined(program, self._clean_up(program, fused))
 
     def _defined(self, program: Program, fused: TraceCtx) -> TraceCtx:
-        defined = impl.update_fusion_call_ctx(impl.dce(fused) if program.joint else fused)
+        defined = impl.update_fusion_call_ctx(without_dead_ops(fused) if program.joint else fused)
         defined.set_provenance(TraceProvenance("Fusion (guarded_nvfuser)"))
         return self._with_eager_results(program, defined)
 
@@ -248,7 +248,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         """Thunder's passes over a trace with fusions, up to the final definition, with this library's CSE."""
         if self._use_rematerialization:
             fused = impl.rematerialize(fused)
-        return impl.dce(merge_common(program, remove_lossless_casts(fused)))
+        return without_dead_ops(merge_common(program, remove_lossless_casts(fused)))
 
     def _with_eager_results(self, program: Program, fused: TraceCtx) -> TraceCtx:
         return separate_results(program, settle(self, program, fused))

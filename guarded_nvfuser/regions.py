@@ -12,6 +12,7 @@ from typing import Any
 
 from thunder.core import prims, utils
 from thunder.core.compile_data import get_compile_option
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol, has_tags
 from thunder.core.trace import TraceCtx, from_trace
@@ -216,3 +217,21 @@ def results_of_updates(bsyms: Sequence[BoundSymbol]) -> Iterator[TensorProxy]:
         for leaf, effects in leaves(bsym):
             if any(target.name not in inside for target in effects.writes):
                 yield from tensors(leaf.flat_outs)
+
+
+def without_dead_ops(trace: TraceCtx) -> TraceCtx:
+    """Drop what nobody needs from a trace with regions, in linear time.
+
+    Thunder's `dce` looks through a region's symbols once for each of them (thunder/core/transform_common.py,
+    _remove_noop_subsymbols).
+    """
+    needed: set[str] = set()
+    kept: list[BoundSymbol] = []
+    for bsym in reversed(trace.bound_symbols):
+        is_needed = any(out.name in needed for out in bsym.flat_proxy_outs)
+        if is_needed or bsym.sym.id is PrimIDs.RETURN or has_tags(bsym, {prims.OpTags.DONT_DCE}):
+            kept.append(bsym)
+            needed.update(arg.name for arg in bsym.flat_proxy_args)
+    cleaned = from_trace(trace)
+    cleaned.bound_symbols = kept[::-1]
+    return cleaned
