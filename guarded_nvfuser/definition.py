@@ -1,8 +1,7 @@
 """What a region's symbol calls on a GPU: Thunder's wrapper, plus the checks that need the real tensors' layouts.
 
-Before a FusionDefinition is built, the descriptors of the real inputs are looked at once: nvFuser writes a target with
-gaps contiguously (NVIDIA/Fuser#5356) and an overlapping one once per element, so a region with such a target raises
-or runs in PyTorch for these descriptors, by mode.
+Before a FusionDefinition is built, the descriptors of the real inputs are looked at once: an update of a target that
+nvFuser would get wrong (layouts.py) raises or is done by PyTorch for these descriptors, by mode.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ from typing import Any
 
 import nvfuser_direct
 import torch
-from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from torch.autograd.graph import increment_version
 
-from guarded_nvfuser.effects import prim_id, tensors
 from guarded_nvfuser.interpreter import eager
+from guarded_nvfuser.layouts import Detour, OnGaps, gaps, split_off, update_targets
 
 
 @lru_cache(maxsize=4096)
@@ -32,45 +29,8 @@ def describe(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[boo
     return tuple(tuple(part) for part in nvfuser_direct.compute_tensor_descriptor(shape, stride))
 
 
-@lru_cache(maxsize=4096)
-def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether every address in a tensor's span belongs to exactly one element: contiguous up to a permutation.
-
-    Args:
-        shape: extents, in elements.
-        stride: strides, in elements.
-    """
-    if 0 in shape:
-        return True
-    expected = 1
-    for step, extent in sorted((step, extent) for step, extent in zip(stride, shape) if extent != 1):
-        if step != expected:
-            return False
-        expected *= extent
-    return True
-
-
-def update_targets(bsyms: Sequence[BoundSymbol], inputs: Sequence[Proxy]) -> tuple[int, ...]:
-    """Positions among a region's inputs of the tensors that it updates."""
-    targets = {tensors(bsym.flat_args)[1].name for bsym in bsyms if prim_id(bsym) is PrimIDs.COPY_}
-    return tuple(index for index, proxy in enumerate(inputs) if proxy.name in targets)
-
-
-class EagerRegion:
-    """Stands where a FusionDefinition would, for layouts that nvFuser gets wrong: runs the region's ops in PyTorch."""
-
-    _selected_device = None
-
-    def __init__(self, run: Callable) -> None:
-        self._run = run
-
-    def execute(self, args: Sequence[Any], **_: Any) -> list:
-        """Run the region; same parameters as `FusionDefinition.execute`, of which only the tensors matter."""
-        return self._run(*args)
-
-
 def guarded_wrapper(
-    impl: ModuleType, stock: Any, region: BoundSymbol, refuse: Callable[[BoundSymbol, Sequence[int]], None] | None
+    impl: ModuleType, stock: Any, region: BoundSymbol, on_gaps: OnGaps
 ) -> Any:
     """Thunder's wrapper of a region with working descriptors and, if the region updates anything, the layout check.
 
@@ -78,7 +38,7 @@ def guarded_wrapper(
         impl: thunder.executors.nvfuserex_impl.
         stock: the `FusionDefinitionWrapper` that Thunder made.
         region: the fusion symbol, whose subsymbols are the final body.
-        refuse: called with the region and the offending target positions to raise; None: run in PyTorch instead.
+        on_gaps: called once per layout with the region and the offending targets' positions; it may raise.
 
     Returns:
         A `FusionDefinitionWrapper`.
@@ -96,7 +56,7 @@ def guarded_wrapper(
         )
 
     def descriptors_and_gaps(args: Sequence[Any]) -> tuple:
-        return descriptors(args), tuple(i for i in targets if not is_dense(args[i].shape, args[i].stride()))
+        return descriptors(args), gaps(args, targets)
 
     @lru_cache(maxsize=2048)
     def definition(found: tuple) -> Any:
@@ -104,12 +64,16 @@ def guarded_wrapper(
 
     @lru_cache(maxsize=2048)
     def checked_definition(found: tuple) -> Any:
-        of_inputs, gaps = found
-        if not gaps:
+        of_inputs, positions = found
+        if not positions:
             return definition(of_inputs)
-        if refuse is not None:
-            refuse(region, gaps)
-        return EagerRegion(eager(bsyms, inputs, outputs, region.sym.name))
+        on_gaps(region, positions)
+        split = split_off(bsyms, inputs, outputs, positions)
+        if split is None:
+            run = eager(bsyms, inputs, outputs, region.sym.name)
+            return Detour(lambda args, **_: run(*args))
+        part = impl.create_fd(list(split.bsyms), of_inputs, inputs, list(split.outputs))
+        return Detour(lambda args, **options: split.finish(part.execute(args, **options), args), part._selected_device)
 
     get_fd, to_descriptors = (checked_definition, descriptors_and_gaps) if targets else (definition, descriptors)
     kind = _updating(impl.FusionDefinitionWrapper) if targets else impl.FusionDefinitionWrapper

@@ -89,8 +89,8 @@ class InterpretableNvFuserExecutor(impl.nvFuserExecutor):
         release.
         """
         if interpreting():
-            return InterpretedRegion(bsym.subsymbols, bsym.flat_proxy_args, bsym.flat_proxy_outs, bsym.sym.name)
-        return guarded_wrapper(impl, bsym._call_ctx[bsym.sym.name], bsym, None)
+            return InterpretedRegion(bsym)
+        return guarded_wrapper(impl, bsym._call_ctx[bsym.sym.name], bsym, lambda region, positions: None)
 
 
 class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
@@ -255,10 +255,10 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
 
     def region_callable(self, bsym: BoundSymbol) -> Any:
         """As in the base class, with the layout check in the mode of the compilation under way."""
+        on_gaps = _refuse_layout if current_on_hazard(self._on_hazard) is OnHazard.RAISE else _tell_layout
         if interpreting():
-            return super().region_callable(bsym)
-        refuse = _refuse_layout if current_on_hazard(self._on_hazard) is OnHazard.RAISE else None
-        return guarded_wrapper(impl, bsym._call_ctx[bsym.sym.name], bsym, refuse)
+            return InterpretedRegion(bsym, on_gaps)
+        return guarded_wrapper(impl, bsym._call_ctx[bsym.sym.name], bsym, on_gaps)
 
 
 def _refuse_stock_beside() -> None:
@@ -272,6 +272,10 @@ def _refuse_stock_beside() -> None:
 
 def _refuse_layout(region: BoundSymbol, positions: Sequence[int]) -> None:
     raise layout_error(region, [region.args[index] for index in positions])
+
+
+def _tell_layout(region: BoundSymbol, positions: Sequence[int]) -> None:
+    _tell(layout_error(region, [region.args[index] for index in positions]).hazards)
 
 
 def _tell(hazards: Sequence[Hazard]) -> None:

@@ -22,6 +22,7 @@ from thunder.extend import get_always_executors
 from guarded_nvfuser import torch_ops
 from guarded_nvfuser.contract import Body, Rules
 from guarded_nvfuser.effects import prim_id, tensors
+from guarded_nvfuser.layouts import OnGaps, gaps, split_off, update_targets
 from guarded_nvfuser.moved import moved_results
 from guarded_nvfuser.options import Schedule, current_schedule
 from guarded_nvfuser.violations import violations
@@ -55,23 +56,40 @@ def scheduled(
 
 
 class InterpretedRegion:
-    """What a region's symbol calls on a machine without a GPU: compiled once per schedule, on first use."""
+    """What a region's symbol calls on a machine without a GPU: compiled once per schedule and layout, on first use.
 
-    def __init__(
-        self, bsyms: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy], name: str
-    ) -> None:
-        self.name = name
-        self._parts = tuple(bsyms), tuple(inputs), tuple(outputs)
-        self._compiled: dict[Schedule, Callable] = {}
+    Args:
+        region: the fusion symbol, whose subsymbols are the final body.
+        on_gaps: called once per layout with the region and the positions of the targets that nvFuser would get wrong
+            (layouts.py); it may raise. None: layouts are not looked at.
+    """
+
+    def __init__(self, region: BoundSymbol, on_gaps: OnGaps | None = None) -> None:
+        self.name = region.sym.name
+        self._region, self._on_gaps = region, on_gaps
+        self._inputs, self._outputs = tuple(region.flat_proxy_args), tuple(region.flat_proxy_outs)
+        self._targets = update_targets(region.subsymbols, self._inputs) if on_gaps is not None else ()
+        self._compiled: dict[tuple[Schedule, tuple[int, ...]], Callable] = {}
 
     def __call__(self, *args: Any) -> list:
-        which = current_schedule()
-        if which not in self._compiled:
-            self._compiled[which] = scheduled(*self._parts, self.name, which)
-        return self._compiled[which](*args)
+        key = current_schedule(), gaps(args, self._targets)
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(*key)
+        return self._compiled[key](*args)
 
     def __repr__(self) -> str:
         return f"InterpretedRegion({self.name})"
+
+    def _compile(self, which: Schedule, positions: tuple[int, ...]) -> Callable:
+        bsyms = self._region.subsymbols
+        if not positions:
+            return scheduled(bsyms, self._inputs, self._outputs, self.name, which)
+        self._on_gaps(self._region, positions)
+        split = split_off(bsyms, self._inputs, self._outputs, positions)
+        if split is None:
+            return eager(bsyms, self._inputs, self._outputs, self.name)
+        run = scheduled(split.bsyms, self._inputs, split.outputs, self.name, which)
+        return lambda *args: split.finish(run(*args), args)
 
 
 def _callable(bsyms: list[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy], name: str) -> Callable:

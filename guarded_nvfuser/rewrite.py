@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable
+from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.executors import torchex
@@ -97,6 +99,7 @@ class _Store:
     Attributes:
         memory: the tensor in the new trace; `value`: what should be in it by now, None if it is there.
         version: counts the writes; views made for another version are stale.
+        written_by: the op that wrote last, whose place in the user's source the write-back takes.
     """
 
     root: str
@@ -104,6 +107,7 @@ class _Store:
     is_input: bool
     value: TensorProxy | None = None
     version: int = 0
+    written_by: BoundSymbol | None = None
 
     @property
     def holds(self) -> TensorProxy:
@@ -147,10 +151,7 @@ class _Rewriter:
     # --- the walk
 
     def visit(self, bsym: BoundSymbol) -> None:
-        self.new._current_source_filename, self.new._current_source_positions = (
-            bsym.source_filename,
-            bsym.source_positions,
-        )
+        self.stand_at(bsym)
         found = list(leaves(bsym))
         if bsym.sym.id is PrimIDs.RETURN:
             self.finish(bsym)
@@ -161,6 +162,11 @@ class _Rewriter:
                 self.add_view(view)
         else:
             self.compute(bsym)
+
+    def stand_at(self, bsym: BoundSymbol | None) -> None:
+        """Give the ops that are made now the place of `bsym` in the user's source."""
+        self.new._current_source_filename = bsym and bsym.source_filename
+        self.new._current_source_positions = bsym and bsym.source_positions
 
     def views_in(self, bsym: BoundSymbol) -> list[BoundSymbol]:
         return [bsym] if id(bsym) in self.lasting else definite_views(bsym)
@@ -274,9 +280,9 @@ class _Rewriter:
         if self.first(source.name) == name:
             return  # a tensor copied into itself
         store = self.stores[self.root_of[name]]
-        partial = self.partial_write(source.name, name)
-        if partial is not None and not self.must_track(bsym):
-            self.write_part(store, lambda: self.bind_partial(partial, self.memory_of(name)))
+        part = self.partial_write(source.name, name)
+        if part is not None and not self.must_track(bsym):
+            self.write_part(store, lambda: self.bind_partial(part, self.memory_of(name)))
         else:
             value = self.read(source.name) if self.known(source.name) else source
             if not self.known(source.name) and self.program.buffer_of.get(source.name) in self.program.writes:
@@ -302,10 +308,11 @@ class _Rewriter:
             undone = undo(view.op, value, base)
             if undone is None:
                 if not self.must_track(bsym):
-                    return self.write_part(store, lambda: self.copy(value, self.memory_of(name)))
+                    return self.write_part(store, partial(self.copy_to, name, value))
                 undone = self.with_part(view, value, base)
             name, value = view.base, undone
         store.version += 1
+        store.written_by = bsym
         store.value = None if value.name == store.memory.name else value
         self.home.setdefault(value.name, store.root)
         self.stem[value.name] = stem
@@ -344,6 +351,9 @@ class _Rewriter:
         name = self.first(name)
         store = self.stores[self.root_of[name]]
         return store.memory if name == store.root else self.view_of(name, store.version, memory=True)
+
+    def copy_to(self, name: str, value: TensorProxy) -> TensorProxy:
+        return self.copy(value, self.memory_of(name))
 
     @staticmethod
     def copy(value: TensorProxy, target: TensorProxy) -> TensorProxy:
@@ -430,6 +440,7 @@ class _Rewriter:
                         other.value = prims.clone(other.value)
                 continue
             for store in ready:
+                self.stand_at(store.written_by)
                 store.memory = prims.copy_(store.value, store.memory, grad_enabled=False)
                 store.value = None
                 store.version += 1
@@ -457,6 +468,4 @@ def _uses(program: Program) -> dict[str, int]:
 
 
 def _swapped(tree, results: dict[str, TensorProxy]):
-    from thunder.core.pytree import tree_map
-
     return tree_map(lambda leaf: results.get(leaf.name, leaf) if isinstance(leaf, TensorProxy) else leaf, tree)

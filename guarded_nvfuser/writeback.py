@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy, Variable
+from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
@@ -296,15 +297,11 @@ class _Placing:
 
 
 def _flat(tree) -> list:
-    from thunder.core.pytree import tree_flatten
-
     return tree_flatten(tree)[0]
 
 
 def _with_results(tree, names: Sequence[str], inputs: dict[str, TensorProxy]):
     """The results with those that are changed inputs named so; `names` are the program's, in order."""
-    from thunder.core.pytree import tree_flatten, tree_unflatten
-
     flat, spec = tree_flatten(tree)
     places = [i for i, leaf in enumerate(flat) if isinstance(leaf, TensorProxy)]
     for place, name in zip(places, names):

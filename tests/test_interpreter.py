@@ -168,7 +168,7 @@ def test_lerp_is_known() -> None:
 def test_schedule_is_chosen_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """One compiled function can be called under both schedules, by block or by variable, in any order."""
     region = stock_region(total_then_double, x_and_w()[0])
-    interpreted = InterpretedRegion(*parts(region))
+    interpreted = InterpretedRegion(region)
     totals = []
     for which in ("late", "early", "late", "early"):
         with schedule(which):
