@@ -5,8 +5,9 @@ comment at `aliasOutputToInput`): no order against other reads of x, none betwee
 only where no order can matter. D(x) is x's memory among the region's inputs and all that is computed from it.
 
 STRICT: everything that reads D(x) is elementwise over x's shape (ALIGNED) and flows into the update (CLOSED); nothing of
-D(x) leaves the region but the update's result, which nothing inside reads. The writing thread then reads x only at the
-element that it writes, and nothing can be recomputed from x elsewhere. `Looser` names what is accepted beyond that.
+D(x) leaves the region but the update's result, which nothing inside reads; no value that shares names with these is
+broadcast to more elements than x has (WIDENED). The writing thread then reads x only at the element that it writes, no
+other thread writes that, and nothing can be recomputed from x elsewhere. `Looser` names what is accepted beyond that.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Looser(Enum):
     # from an input are (csrc/fusion_segmenter.cpp, shouldForward and privatizeUpCastOrSqueezeOp). Closed is then asked of
     # these chains alone; tests/test_kernels.py::test_behind_two_operands.
     BEHIND_TWO_OPERANDS = "behind two operands"
-    # Where a broadcast adds a dimension on the way, nvFuser makes the write a kernel of its own, behind what computes it
-    # (csrc/preseg_passes/segment_inplace_update.cpp); tests/test_kernels.py::test_broadcast_on_the_way.
-    BROADCAST = "broadcast on the way"
+    # The fusion is cut at a segment_set before the store (lowering.py), so that a kernel of its own stores what the others
+    # computed. ALIGNED and WIDENED are then not asked; tests/test_kernels.py::test_isolated.
+    ISOLATED = "isolated"
     # One pointwise kernel loads every input into registers once, before any store (csrc/scheduler/pointwise_utils.cpp,
     # cacheInputs in csrc/scheduler/utils.cpp); tests/test_kernels.py::test_pointwise.
     POINTWISE = "pointwise"
@@ -50,6 +51,10 @@ class Rule(Enum):
     SAME_KIND = "nvFuser stores the source's elements through the target's pointer without checking shape or dtype"
     ALIGNED = (
         "the read loads other elements than the update's thread writes; another thread may have stored them already"
+    )
+    WIDENED = (
+        "the fusion broadcasts a value to more elements than the target has; a kernel over these would load and store each "
+        "element of the target in many threads"
     )
     CLOSED = "nothing orders this read against the update; nvFuser may load it before or after the store, by shape"
     ESCAPES = "nvFuser may recompute this value from the updated memory where a later kernel of the fusion needs it"

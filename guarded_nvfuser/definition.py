@@ -13,11 +13,13 @@ from typing import Any
 
 import nvfuser_direct
 import torch
+from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from torch.autograd.graph import increment_version
 
 from guarded_nvfuser.interpreter import eager
 from guarded_nvfuser.layouts import Detour, OnGaps, gaps, split_off, update_targets
+from guarded_nvfuser.lowering import isolated
 
 
 @lru_cache(maxsize=4096)
@@ -30,7 +32,7 @@ def describe(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[boo
 
 
 def guarded_wrapper(
-    impl: ModuleType, stock: Any, region: BoundSymbol, on_gaps: OnGaps
+    impl: ModuleType, stock: Any, region: BoundSymbol, on_gaps: OnGaps, stored: frozenset[str] | None = None
 ) -> Any:
     """Thunder's wrapper of a region with working descriptors and, if the region updates anything, the layout check.
 
@@ -39,6 +41,7 @@ def guarded_wrapper(
         stock: the `FusionDefinitionWrapper` that Thunder made.
         region: the fusion symbol, whose subsymbols are the final body.
         on_gaps: called once per layout with the region and the offending targets' positions; it may raise.
+        stored: names of the results of the updates that need not be isolated (lowering.py); None: of all.
 
     Returns:
         A `FusionDefinitionWrapper`.
@@ -58,9 +61,13 @@ def guarded_wrapper(
     def descriptors_and_gaps(args: Sequence[Any]) -> tuple:
         return descriptors(args), gaps(args, targets)
 
+    def define(body: Sequence[BoundSymbol], of_inputs: tuple, outs: Sequence[Proxy]) -> Any:
+        body = list(body) if stored is None else isolated(body, stored)
+        return impl.create_fd(body, of_inputs, inputs, list(outs))
+
     @lru_cache(maxsize=2048)
     def definition(found: tuple) -> Any:
-        return impl.create_fd(bsyms, found, inputs, outputs)
+        return define(bsyms, found, outputs)
 
     @lru_cache(maxsize=2048)
     def checked_definition(found: tuple) -> Any:
@@ -72,7 +79,7 @@ def guarded_wrapper(
         if split is None:
             run = eager(bsyms, inputs, outputs, region.sym.name)
             return Detour(lambda args, **_: run(*args))
-        part = impl.create_fd(list(split.bsyms), of_inputs, inputs, list(split.outputs))
+        part = define(split.bsyms, of_inputs, split.outputs)
         return Detour(lambda args, **options: split.finish(part.execute(args, **options), args), part._selected_device)
 
     get_fd, to_descriptors = (checked_definition, descriptors_and_gaps) if targets else (definition, descriptors)

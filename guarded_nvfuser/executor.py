@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
@@ -12,10 +12,10 @@ from thunder.core.devices import Device, DeviceType
 from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, detached_trace
+from thunder.core.trace import TraceCtx, TraceProvenance, detached_trace, from_trace
 from thunder.extend import ImplInfo
 
-from guarded_nvfuser import loading
+from guarded_nvfuser import loading, lowering
 from guarded_nvfuser.arguments import current_sharing
 from guarded_nvfuser.autograd import before_gradients, with_gradients
 from guarded_nvfuser.casts import remove_lossless_casts
@@ -23,7 +23,7 @@ from guarded_nvfuser.cse import merge_common
 from guarded_nvfuser.definition import guarded_wrapper
 from guarded_nvfuser.effects import tensors
 from guarded_nvfuser.errors import HazardError, HazardWarning, layout_error, reasons
-from guarded_nvfuser.hazards import Hazard, judge, overlap_hazards, program_hazards
+from guarded_nvfuser.hazards import Hazard, is_region, judge, overlap_hazards, program_hazards
 from guarded_nvfuser.interpreter import InterpretedRegion
 from guarded_nvfuser.options import (
     OnHazard,
@@ -39,9 +39,11 @@ from guarded_nvfuser.results import exposed_views, in_doubt, keep_updates, separ
 from guarded_nvfuser.rewrite import Rewritten, rewrite
 from guarded_nvfuser.states import Program, analyse, writes_anything
 from guarded_nvfuser.verdict import Verdict, record
+from guarded_nvfuser.violations import in_place
 from guarded_nvfuser.writeback import peel, put_back
 
 impl = loading.load()
+lowering.register(impl)
 log = logging.getLogger("guarded_nvfuser")
 _CUDA = Device("cuda:0")
 
@@ -76,9 +78,13 @@ class InterpretableNvFuserExecutor(impl.nvFuserExecutor):
     def fuse(self, region: Any, fusion_counter: int) -> BoundSymbol:
         """Make a region one symbol; see `nvFuserExecutor.fuse` in thunder/executors/nvfuserex_impl.py."""
         bsym = super().fuse(region, fusion_counter)
+        return self.calling(bsym, self.region_callable(bsym))
+
+    def calling(self, bsym: BoundSymbol, callee: Callable) -> BoundSymbol:
+        """The region `bsym`, with `callee` as what it calls."""
         return self.register_temporary_operation(
             bsym.sym.name,
-            self.region_callable(bsym),
+            callee,
             inputs=list(bsym.args),
             outputs=list(bsym.output),
             bsyms=list(bsym.subsymbols),
@@ -133,9 +139,13 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         mode = current_on_hazard(self._on_hazard)
         if not writes_anything(trace):
             return self._without_writes(trace)
+        return self._lowered(*self._guarded(trace, mode))
+
+    def _guarded(self, trace: TraceCtx, mode: OnHazard) -> tuple[Program, TraceCtx]:
+        """The program as it is fused, and its trace with fusions."""
         program = analyse(trace, current_sharing().overlapping_names)
-        if mode is OnHazard.REWRITE and (fused := self._rewrite(program)) is not None:
-            return fused
+        if mode is OnHazard.REWRITE and (rewritten := self._rewrite(program)) is not None:
+            return rewritten
         if beyond_repair := program_hazards(program):
             raise HazardError(beyond_repair)
         program = without_dead_writes(program)
@@ -149,9 +159,9 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         settled = self._with_eager_results(program, fused)
         if settled is not fused and judge(program, settled, allowed_rules()):
             return self._fall_back(program, ())  # a region left with an update alone needs to be tied to the forward
-        return settled
+        return program, settled
 
-    def _rewrite(self, program: Program) -> TraceCtx | None:
+    def _rewrite(self, program: Program) -> tuple[Program, TraceCtx] | None:
         """The program without mutation; None where that leaves a hazard, so that the program must fall back."""
         source = analyse(before_gradients(program), program.overlaps) if program.joint else program
         barred = frozenset(name for pair in program.overlaps for name in pair)
@@ -167,7 +177,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
                 reasons += rewritten.reasons
                 _tell(reasons)
                 record(Verdict(OnHazard.REWRITE, tuple(reasons)))
-                return fused
+                return full, fused
             more = {name for hazard in hazards for name in full.names[hazard.buffer] if name in source.buffer_of}
             if more <= barred:
                 return None
@@ -215,7 +225,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             return None, ()
         return fused, judge(program, fused, allowed_rules())
 
-    def _fall_back(self, program: Program, hazards: tuple[Hazard, ...]) -> TraceCtx:
+    def _fall_back(self, program: Program, hazards: tuple[Hazard, ...]) -> tuple[Program, TraceCtx]:
         """Leave the ops on the hazards' buffers to PyTorch and form regions again, until no hazard is left."""
         barred: frozenset[str] = frozenset()
         judged = program
@@ -229,7 +239,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             fused = self._form(judged, barred)
             hazards = judge(judged, fused, allowed_rules())
             if not hazards:
-                return fused
+                return judged, fused
 
     def _form(self, program: Program, barred: frozenset[str]) -> TraceCtx:
         """Regions over a program, without the ops that touch barred buffers and those whose sharing nvFuser would
@@ -253,12 +263,28 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
     def _with_eager_results(self, program: Program, fused: TraceCtx) -> TraceCtx:
         return separate_results(program, settle(self, program, fused))
 
-    def region_callable(self, bsym: BoundSymbol) -> Any:
-        """As in the base class, with the layout check in the mode of the compilation under way."""
+    def region_callable(self, bsym: BoundSymbol, stored: frozenset[str] = frozenset()) -> Any:
+        """As in the base class, with the layout check in the mode of the compilation under way.
+
+        Args:
+            bsym: the region.
+            stored: names of the results of the updates that its kernels may store themselves (violations.py, in_place).
+        """
         on_gaps = _refuse_layout if current_on_hazard(self._on_hazard) is OnHazard.RAISE else _tell_layout
         if interpreting():
             return InterpretedRegion(bsym, on_gaps)
-        return guarded_wrapper(impl, bsym._call_ctx[bsym.sym.name], bsym, on_gaps)
+        return guarded_wrapper(impl, bsym._call_ctx[bsym.sym.name], bsym, on_gaps, stored)
+
+    def _lowered(self, program: Program, fused: TraceCtx) -> TraceCtx:
+        """Let regions store the updates that need not be isolated, which only the whole program tells."""
+        bsyms = []
+        for bsym in fused.bound_symbols:
+            if is_region(bsym) and (stored := in_place(program.body(bsym, allowed_rules()))):
+                bsym = self.calling(bsym, self.region_callable(bsym, stored))
+            bsyms.append(bsym)
+        lowered = from_trace(fused)
+        lowered.bound_symbols = bsyms
+        return lowered
 
 
 def _refuse_stock_beside() -> None:

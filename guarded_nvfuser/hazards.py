@@ -18,7 +18,7 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from guarded_nvfuser.contract import ALL_RULES, Body, Rule, Rules, Violation, body_of
+from guarded_nvfuser.contract import ALL_RULES, Body, Rule, Rules, Violation
 from guarded_nvfuser.effects import Effects, leaves, tensors
 from guarded_nvfuser.moved import moved_results
 from guarded_nvfuser.states import Entry, Program, Write, is_joint, key_of, returned
@@ -288,13 +288,7 @@ class _Judge:
 
     def region(self, bsym: BoundSymbol) -> None:
         name = bsym.sym.name
-        program = self.program
-        body = body_of(
-            bsym,
-            buffer_of=lambda n: program.buffer_of.get(n, n),
-            tensor_of=lambda n: program.tensor_of.get(n, n),
-            rules=self.rules,
-        )
+        body = self.program.body(bsym, self.rules)
         carried = {proxy.name: self.now(proxy.name) for proxy in body.inputs}
         self.check_risky_inputs(body, name)
         updates = [self.step(leaf, effects, carried, name) for b in body.bsyms for leaf, effects in leaves(b)]

@@ -1,6 +1,6 @@
 """The rule POINTWISE: regions, or pieces of them, that nvFuser makes one kernel which loads before it stores.
 
-A piece is what shares names. nvFuser merges its ops into one kernel along values that it computes once; inputs, constants
+nvFuser merges the ops of a piece into one kernel along values that it computes once; inputs, constants
 and chains of unary ops from them are repeated in every kernel and hold nothing together (csrc/fusion_segmenter.cpp,
 finalMerge and shouldForward). A whole region is first tried as one kernel, unless an output is a view of a computed value
 (csrc/preseg_passes/mark_aliases_prepare.cpp cuts the region there).
@@ -8,13 +8,13 @@ finalMerge and shouldForward). A whole region is first tried as one kernel, unle
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 
-from guarded_nvfuser.contract import Body, is_elementwise, loaded, one_shape, operands_of, read_by
+from guarded_nvfuser.contract import Body, is_elementwise, one_shape, operands_of, read_by
 from guarded_nvfuser.effects import UNARY_PRIMS, prim_id, tensors
+from guarded_nvfuser.groups import Groups
+from guarded_nvfuser.pieces import Piece, pieces_of
 
 
 def read_before_written(body: Body) -> frozenset[int]:
@@ -29,7 +29,7 @@ def read_before_written(body: Body) -> frozenset[int]:
         together with all readers of the target; tests/test_contract.py::test_pointwise_needs_own_target,
         test_pointwise_needs_one_piece, test_pointwise_needs_a_link.
     """
-    pieces = _pieces(body)
+    pieces = pieces_of(body)
     alone = len(pieces) == 1 and not _returns_moved_values(body)
     ordered: set[int] = set()
     for piece in pieces:
@@ -39,46 +39,7 @@ def read_before_written(body: Body) -> frozenset[int]:
     return frozenset(ordered)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A connected part of a region and the names that it uses or defines (targets apart)."""
-
-    bsyms: tuple[BoundSymbol, ...]
-    names: frozenset[str]
-
-
-class _Groups:
-    """Union-find over names or ops."""
-
-    def __init__(self) -> None:
-        self.parent: dict = {}
-
-    def find(self, item):
-        while self.parent.setdefault(item, item) != item:
-            self.parent[item] = self.parent[self.parent[item]]
-            item = self.parent[item]
-        return item
-
-    def join(self, a, b) -> None:
-        self.parent[self.find(a)] = self.find(b)
-
-
-def _pieces(body: Body) -> list[_Piece]:
-    groups = _Groups()
-    used = [[p.name for p in loaded(body, (*read_by(bsym), *bsym.flat_outs))] for bsym in body.bsyms]
-    for names in used:
-        for name in names[1:]:
-            groups.join(name, names[0])
-    members: dict = {}
-    for index, names in enumerate(used):
-        members.setdefault(groups.find(names[0]) if names else "", []).append(index)
-    return [
-        _Piece(tuple(body.bsyms[i] for i in each), frozenset(name for i in each for name in used[i]))
-        for each in members.values()
-    ]
-
-
-def _is_pointwise(body: Body, piece: _Piece) -> bool:
+def _is_pointwise(body: Body, piece: Piece) -> bool:
     shapes = set()
     for bsym in piece.bsyms:
         if not is_elementwise(bsym) and prim_id(bsym) not in (PrimIDs.COPY_, PrimIDs.FULL):
@@ -93,7 +54,7 @@ def _target_names(body: Body, update: BoundSymbol) -> set[str]:
     return {proxy.name for proxy in body.inputs if body.buffer_of(proxy.name) == buffer}
 
 
-def _reads_own_target(body: Body, piece: _Piece, update: BoundSymbol) -> bool:
+def _reads_own_target(body: Body, piece: Piece, update: BoundSymbol) -> bool:
     """Whether an update's source is computed from its target, which the region reads by one name and in this piece only."""
     names = _target_names(body, update)
     read = {arg.name for bsym in body.bsyms for arg in read_by(bsym) if arg.name in names}
@@ -106,7 +67,7 @@ def _reads_own_target(body: Body, piece: _Piece, update: BoundSymbol) -> bool:
     return operands_of(update)[0].name in reached
 
 
-def _repeatable(piece: _Piece) -> set[str]:
+def _repeatable(piece: Piece) -> set[str]:
     """Names that nvFuser computes anew in every kernel: inputs, constants, and chains of unary ops and casts from them."""
     made = {out.name for bsym in piece.bsyms for out in tensors(bsym.flat_outs)}
     names = set(piece.names) - made
@@ -117,10 +78,10 @@ def _repeatable(piece: _Piece) -> set[str]:
     return names
 
 
-def _is_linked(body: Body, piece: _Piece, update: BoundSymbol) -> bool:
+def _is_linked(body: Body, piece: Piece, update: BoundSymbol) -> bool:
     """Whether values that are computed once lead from the update to every reader of its target."""
     repeatable = _repeatable(piece)
-    groups = _Groups()
+    groups = Groups()
     for bsym in piece.bsyms:
         for proxy in (*read_by(bsym), *tensors(bsym.flat_outs)):
             if proxy.name not in repeatable:

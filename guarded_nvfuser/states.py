@@ -17,7 +17,9 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 
+from guarded_nvfuser.contract import Body, Rules, body_of
 from guarded_nvfuser.effects import Effects, leaves, prim_id, tensors
+from guarded_nvfuser.groups import Groups
 
 Key = tuple[str, tuple[str, ...]]
 
@@ -126,32 +128,19 @@ class Program:
         """The write that made a state; None for state 0."""
         return self.writes[buffer][state - 1] if state else None
 
+    def body(self, region: BoundSymbol, rules: Rules) -> Body:
+        """A region as nvFuser will get it, with what the program knows of its memory."""
+        return body_of(
+            region,
+            buffer_of=lambda name: self.buffer_of.get(name, name),
+            tensor_of=lambda name: self.tensor_of.get(name, name),
+            rules=rules,
+        )
+
     @property
     def mutates(self) -> bool:
         """Whether anything is written."""
         return bool(self.writes)
-
-
-class _Union:
-    """Union-find over names."""
-
-    def __init__(self) -> None:
-        self.parent: dict[str, str] = {}
-
-    def find(self, name: str) -> str:
-        root = name
-        while (up := self.parent.setdefault(root, root)) != root:
-            root = up
-        while self.parent[name] != root:
-            self.parent[name], name = root, self.parent[name]
-        return root
-
-    def join(self, a: str, b: str) -> None:
-        self.parent[self.find(a)] = self.find(b)
-
-    def numbers(self, names: Iterable[str]) -> dict[str, int]:
-        found: dict[str, int] = {}
-        return {name: found.setdefault(self.find(name), len(found)) for name in names}
 
 
 def writes_anything(trace: TraceCtx) -> bool:
@@ -205,7 +194,7 @@ _SAME_TENSOR = frozenset((PrimIDs.UPDATE_ALIASES, PrimIDs.SHALLOW_COPY, PrimIDs.
 
 
 def _number_buffers(program: Program, steps: list[tuple[BoundSymbol, BoundSymbol, Effects]], inputs) -> None:
-    memory, tensor = _Union(), _Union()
+    memory, tensor = Groups(), Groups()
     for proxy in (*inputs, *_mentioned(program.trace)):
         program.proxies.setdefault(proxy.name, proxy)
     for _, leaf, effects in steps:

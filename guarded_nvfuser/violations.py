@@ -21,6 +21,8 @@ from guarded_nvfuser.contract import (
     read_by,
 )
 from guarded_nvfuser.effects import prim_id, tensors
+from guarded_nvfuser.moved import moved_from
+from guarded_nvfuser.pieces import widenings
 from guarded_nvfuser.pointwise import read_before_written
 
 
@@ -74,6 +76,7 @@ def _repeated_targets(body: Body, updates: tuple[BoundSymbol, ...]) -> list[Viol
     return found
 
 
+_REDUCTIONS = (PrimIDs.SUM, PrimIDs.PROD, PrimIDs.AMAX, PrimIDs.AMIN, PrimIDs.VAR, PrimIDs.VAR_MEAN)
 _Finding = tuple[Rule, int, BoundSymbol]  # the claim, the updates (bits) for which it fails, the op
 
 
@@ -94,18 +97,28 @@ class _Dependence:
         self.chained = dict(
             self.depends
         )  # through ops of one operand alone: what nvFuser may recompute from the target
-        self.spread: dict[str, bool] = {}  # whether a broadcast that adds a dimension lies on the way to a name
+        self.moved = dict(self.depends)  # through ops that only move data: what nvFuser may take for the target itself
         self._forward()
         self.feeds = self._feeds()
 
+    @property
+    def moving(self) -> int:
+        """The updates whose source only moves the data of their target."""
+        bits = 0
+        for index, update in enumerate(self.updates):
+            bits |= self.moved.get(operands_of(update)[0].name, 0) & 1 << index
+        return bits
+
     def _forward(self) -> None:
+        producer = {out.name: bsym for bsym in self.body.bsyms for out in tensors(bsym.flat_outs)}
         for bsym in self.body.bsyms:
             operands = {proxy.name for proxy in loaded(self.body, read_by(bsym))}
             depends = _union(self.depends, operands)
-            chained = _union(self.chained, operands) if len(operands) == 1 and not _is_reduction(bsym) else 0
-            spread = any(self.spread.get(name) for name in operands) or _adds_dimension(bsym)
+            chained = _union(self.chained, operands) if len(operands) == 1 and not _combines(bsym, producer) else 0
+            source = moved_from(bsym, producer)
+            moved = self.moved.get(source.name, 0) if source is not None else 0
             for out in tensors(bsym.flat_outs):
-                self.depends[out.name], self.chained[out.name], self.spread[out.name] = depends, chained, spread
+                self.depends[out.name], self.chained[out.name], self.moved[out.name] = depends, chained, moved
 
     def _feeds(self) -> dict[int, int]:
         """Which updates each op flows into, by identity of the op."""
@@ -126,14 +139,17 @@ class _Dependence:
         shape = one_shape(self.body, bsym) if is_elementwise(bsym) else None
         return 0 if shape is None else self.bits_of_shape.get(shape, 0)
 
-    def findings(self, reach: dict[str, int]) -> list[_Finding]:
-        """The claims that fail, where `reach` says which names count as the target's: `depends` or `chained`."""
+    def unclosed(self, reach: dict[str, int]) -> list[_Finding]:
+        """Reads that do not flow into the update, and values that leave the region.
+
+        `reach` says which names count as the target's: `depends` or `chained`.
+        """
         results = {out.name: index for index, update in enumerate(self.updates) for out in tensors(update.flat_outs)}
         producer = {out.name: bsym for bsym in self.body.bsyms for out in tensors(bsym.flat_outs)}
         found: list[_Finding] = []
         blamed: dict[str, int] = {}
         for bsym in self.body.bsyms:
-            self._at(bsym, reach, results, blamed, found)
+            self._unclosed_at(bsym, reach, results, blamed, found)
         for out in self.body.outputs:
             bits = reach.get(out.name, 0) & ~blamed.get(out.name, 0)
             if out.name in results:
@@ -142,42 +158,73 @@ class _Dependence:
                 found.append((Rule.ESCAPES, bits, producer.get(out.name, self.updates[0])))
         return found
 
-    def _at(self, bsym: BoundSymbol, reach: dict, results: dict, blamed: dict, found: list[_Finding]) -> None:
-        """The claims that one op breaks, each once: what is computed from a blamed value is not blamed again."""
+    def _unclosed_at(self, bsym: BoundSymbol, reach: dict, results: dict, blamed: dict, found: list[_Finding]) -> None:
+        """What one op breaks, each once: what is computed from a blamed value is not blamed again."""
         operands = {proxy.name for proxy in read_by(bsym)}
         own = 1 << self.index[id(bsym)] if id(bsym) in self.index else 0
-        inherited, closed = _union(blamed, operands), self.feeds[id(bsym)]
+        inherited = _union(blamed, operands)
         used = 0
         for name in operands & set(results):
             used |= 1 << results[name] if reach[name] else 0
-        unaligned = _union(self.depends, operands) & ~own & closed & ~self.aligned_with(bsym) & ~inherited
-        open_reads = _union(reach, operands) & ~own & ~closed & ~used & ~inherited
+        open_reads = _union(reach, operands) & ~own & ~self.feeds[id(bsym)] & ~used & ~inherited
         used &= ~inherited
-        blame = inherited | unaligned | open_reads | used
-        blamed.update((out.name, blame) for out in tensors(bsym.flat_outs))
-        rules = ((Rule.ALIGNED, unaligned), (Rule.RESULT_USED, used), (Rule.CLOSED, open_reads))
-        found += [(rule, mask, bsym) for rule, mask in rules if mask]
+        blamed.update((out.name, inherited | open_reads | used) for out in tensors(bsym.flat_outs))
+        found += [(rule, mask, bsym) for rule, mask in ((Rule.RESULT_USED, used), (Rule.CLOSED, open_reads)) if mask]
+
+    def unaligned(self) -> list[_Finding]:
+        """Ops on the way to an update that read other elements of its target than the one that is written."""
+        found: list[_Finding] = []
+        blamed: dict[str, int] = {}
+        for bsym in self.body.bsyms:
+            operands = {proxy.name for proxy in read_by(bsym)}
+            own = 1 << self.index[id(bsym)] if id(bsym) in self.index else 0
+            inherited = _union(blamed, operands)
+            mask = _union(self.depends, operands) & self.feeds[id(bsym)] & ~own & ~self.aligned_with(bsym) & ~inherited
+            blamed.update((out.name, inherited | mask) for out in tensors(bsym.flat_outs))
+            if mask:
+                found.append((Rule.ALIGNED, mask, bsym))
+        return found
 
 
 def order_violations(body: Body, updates: tuple[BoundSymbol, ...]) -> list[Violation]:
     """What reads an update's target so that the order of load and store matters, under every rule that counts."""
-    dependence = _Dependence(body, updates)
-    strict = dependence.findings(dependence.depends)
-    failing = _bits_of(strict)
-    reported = strict
-    if failing and Looser.BEHIND_TWO_OPERANDS in body.rules.looser:
-        reported = dependence.findings(dependence.chained)
-        failing &= _bits_of(reported)
-    if failing and Looser.BROADCAST in body.rules.looser:
-        open_bits = _bits_of([finding for finding in strict if finding[0] is not Rule.ALIGNED])
-        spread = [dependence.spread.get(operands_of(update)[0].name, False) for update in updates]
-        failing &= open_bits | sum(1 << index for index, isolated in enumerate(spread) if not isolated)
-    if failing and Looser.POINTWISE in body.rules.looser:
+    dependence, looser = _Dependence(body, updates), body.rules.looser
+    reach = dependence.chained if Looser.BEHIND_TWO_OPERANDS in looser else dependence.depends
+    found = dependence.unclosed(reach)
+    unaligned = _needing_isolation(dependence)
+    if Looser.ISOLATED in looser:  # what only moves the target's data is the target's memory to nvFuser, cut off or not
+        unaligned = [(rule, mask & dependence.moving, bsym) for rule, mask, bsym in unaligned if rule is Rule.ALIGNED]
+    found += unaligned
+    failing = _bits_of(found)
+    if failing and Looser.POINTWISE in looser:
         ordered = read_before_written(body)
         failing &= sum(1 << index for index, update in enumerate(updates) if id(update) not in ordered)
-    return [
-        Violation(rule, updates[index], bsym) for rule, mask, bsym in reported for index in _indices(mask & failing)
-    ]
+    return [Violation(rule, updates[index], bsym) for rule, mask, bsym in found for index in _indices(mask & failing)]
+
+
+def in_place(body: Body) -> frozenset[str]:
+    """The updates that the kernel which reads the target may store itself; the others need to be isolated.
+
+    Args:
+        body: a region without violations.
+
+    Returns:
+        Names of the updates' results.
+    """
+    updates = body.updates
+    isolated = _bits_of(_needing_isolation(_Dependence(body, updates))) if updates else 0
+    ordered = read_before_written(body) if isolated and Looser.POINTWISE in body.rules.looser else frozenset()
+    stored = [update for index, update in enumerate(updates) if not isolated >> index & 1 or id(update) in ordered]
+    return frozenset(out.name for update in stored for out in tensors(update.flat_outs))
+
+
+def _needing_isolation(dependence: _Dependence) -> list[_Finding]:
+    widest = widenings(dependence.body)
+    found = dependence.unaligned()
+    for index, update in enumerate(dependence.updates):
+        if (op := widest(update)) is not None:
+            found.append((Rule.WIDENED, 1 << index, op))
+    return found
 
 
 def _bits_of(findings: list[_Finding]) -> int:
@@ -203,12 +250,6 @@ def _indices(mask: int) -> list[int]:
     return found
 
 
-def _is_reduction(bsym: BoundSymbol) -> bool:
-    return prim_id(bsym) in (PrimIDs.SUM, PrimIDs.PROD, PrimIDs.AMAX, PrimIDs.AMIN, PrimIDs.VAR, PrimIDs.VAR_MEAN)
-
-
-def _adds_dimension(bsym: BoundSymbol) -> bool:
-    """Whether an op is a broadcast that nvFuser makes a BroadcastOp; an expand of a dimension is none."""
-    if prim_id(bsym) is not PrimIDs.BROADCAST_IN_DIM:
-        return False
-    return tensors(bsym.flat_outs)[0].ndim > tensors(bsym.flat_args)[0].ndim
+def _combines(bsym: BoundSymbol, producer: dict[str, BoundSymbol]) -> bool:
+    """Whether an op is a reduction, whose value nvFuser stores between kernels; one that only moves data is none."""
+    return prim_id(bsym) in _REDUCTIONS and moved_from(bsym, producer) is None

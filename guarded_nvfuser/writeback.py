@@ -17,7 +17,7 @@ from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
-from guarded_nvfuser.contract import Rules, body_of
+from guarded_nvfuser.contract import Rules
 from guarded_nvfuser.effects import leaves, prim_id, tensors
 from guarded_nvfuser.hazards import execution_order, is_region
 from guarded_nvfuser.states import Program, analyse
@@ -221,13 +221,7 @@ class _Placing:
         """Add as many updates to a region as the contract allows; those that break a claim are taken out again."""
         while backs:
             region = self.with_updates(self.bsyms[position], backs)
-            body = body_of(
-                region,
-                buffer_of=lambda name: self.program.buffer_of.get(name, name),
-                tensor_of=lambda name: self.program.tensor_of.get(name, name),
-                rules=self.rules,
-            )
-            broken = {_result(violation.update).name for violation in violations(body)}
+            broken = {_result(violation.update).name for violation in violations(self.program.body(region, self.rules))}
             if not broken:
                 break
             fewer = [back for back in backs if back.result.name not in broken]
