@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import warnings
@@ -10,11 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import thunder
+import torch
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
+from thunder.executors.passes import _transform_for_operator_executor_execution
+from thunder.extend import OperatorExecutor, get_always_executors
+from thunder.transforms.autodiff import split_into_forward_and_backward
 
 from guarded_nvfuser.contract import Body, Looser, Rules, body_of
 from guarded_nvfuser.executor import InterpretableNvFuserExecutor
@@ -26,18 +31,24 @@ STRICT = Rules(frozenset(), any_device=True)
 Pass = Callable[["Recorder", TraceCtx], TraceCtx]
 
 
+class Recorded(Exception):
+    """Ends a compilation of which nothing more is wanted."""
+
+
 class Recorder(InterpretableNvFuserExecutor):
     """Keeps the trace that reaches the fusion pass and what the pass makes of it; Thunder's own pass, unless given."""
 
-    def __init__(self, make: Pass | None = None) -> None:
+    def __init__(self, make: Pass | None = None, *, stop: bool = False) -> None:
         super().__init__("recording_nvfuser")
-        self.make = make
+        self.make, self.stop = make, stop
         self.trace: TraceCtx | None = None
         self.fused: TraceCtx | None = None
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         self.trace = trace
         self.fused = super().fusion_pass(trace) if self.make is None else self.make(self, trace)
+        if self.stop:
+            raise Recorded
         return self.fused
 
 
@@ -47,7 +58,6 @@ class Fusion:
 
     program: Program
     fused: TraceCtx
-    fn: Callable
 
     @property
     def regions(self) -> list[BoundSymbol]:
@@ -69,22 +79,35 @@ class Fusion:
         )
 
 
-def recorded(
-    make: Pass | None, fn: Callable, *args: Any, skip: bool = False, **options: Any
-) -> tuple[Recorder, Callable]:
-    """Compile a function and call it once, with a recorder as its only executor."""
-    recorder = Recorder(make)
+def mystery_in_eager(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    y.mul_(3)
+    return x[:2]
+
+
+mystery_ex = OperatorExecutor("mystery_ops")
+mystery = mystery_ex.register_operator(
+    "mystery", meta=lambda x, y: TensorProxy(like=x, shape=(2, 4)), fn=mystery_in_eager
+)
+
+
+def jit(recorder: Recorder, fn: Callable, *, skip: bool = False, **options: Any) -> Callable:
+    """A function compiled with a recorder and the op that nobody declared, without Thunder's own check."""
     options.setdefault("disable_inplace_copy_check", True)
-    jitted = thunder.jit(fn, executors=[recorder], skip_inplace_alias_updates=skip, **options)
-    with warnings.catch_warnings():
+    return thunder.jit(fn, executors=[mystery_ex, recorder], skip_inplace_alias_updates=skip, **options)
+
+
+def recorded(make: Pass | None, fn: Callable, *args: Any, **options: Any) -> Recorder:
+    """Compile a function up to its fusion pass."""
+    recorder = Recorder(make, stop=True)
+    with contextlib.suppress(Recorded), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        jitted(*args)
-    return recorder, jitted
+        jit(recorder, fn, **options)(*args)
+    return recorder
 
 
 def trace_of(fn: Callable, *args: Any, **options: Any) -> TraceCtx:
     """The trace of a function as it reaches a fusion pass, joint if an argument requires grad."""
-    return recorded(lambda _, trace: trace, fn, *args, **options)[0].trace
+    return recorded(lambda _, trace: trace, fn, *args, **options).trace
 
 
 def program_of(fn: Callable, *args: Any, **options: Any) -> Program:
@@ -94,16 +117,28 @@ def program_of(fn: Callable, *args: Any, **options: Any) -> Program:
 
 def stock(fn: Callable, *args: Any, **options: Any) -> Fusion:
     """What Thunder's own passes make of a function; `skip=True` puts its reads and writes into one region."""
-    recorder, jitted = recorded(None, fn, *args, **options)
-    return Fusion(analyse(recorder.trace), recorder.fused, jitted)
+    recorder = recorded(None, fn, *args, **options)
+    return Fusion(analyse(recorder.trace), recorder.fused)
+
+
+def split(fn: Callable, *args: Any, **options: Any) -> tuple[Fusion, TraceCtx, TraceCtx]:
+    """What Thunder's passes make of a function that requires grad, and what Thunder itself then takes it apart into."""
+    parts: list[TraceCtx] = []
+
+    def fuse_and_split(executor: Recorder, trace: TraceCtx) -> TraceCtx:
+        fused = InterpretableNvFuserExecutor.fusion_pass(executor, trace)
+        claimed = _transform_for_operator_executor_execution(fused, get_always_executors())
+        parts.extend(split_into_forward_and_backward(claimed))
+        return fused
+
+    recorder = recorded(fuse_and_split, fn, *args, **options)
+    return Fusion(analyse(recorder.trace), recorder.fused), *parts
 
 
 def formed(fn: Callable, *args: Any, **options: Any) -> Fusion:
     """Regions over a function in program order, before any pass of Thunder's has changed them."""
-    recorder, jitted = recorded(
-        lambda executor, trace: form(executor, analyse(trace), lambda _: False), fn, *args, **options
-    )
-    return Fusion(analyse(recorder.trace), recorder.fused, jitted)
+    recorder = recorded(lambda executor, trace: form(executor, analyse(trace), lambda _: False), fn, *args, **options)
+    return Fusion(analyse(recorder.trace), recorder.fused)
 
 
 def flat(fn: Callable, *args: Any) -> TraceCtx:
@@ -159,7 +194,8 @@ def one_region(fn: Callable, *args: Any, overlaps: bool = False) -> Fusion:
     """
     trace = flat(fn, *args)
     *body, return_bsym = trace.bound_symbols
-    before = [bsym for bsym in body if bsym.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.UPDATE_ALIASES)]
+    outside = (PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.UPDATE_ALIASES)
+    before = [bsym for bsym in body if bsym.sym.id in outside]
     inside = [bsym for bsym in body if not any(bsym is other for other in before)]
     given = {out.name: out for bsym in before for out in bsym.flat_proxy_outs}
     used = {arg.name for bsym in inside for arg in bsym.flat_proxy_args}
@@ -171,4 +207,4 @@ def one_region(fn: Callable, *args: Any, overlaps: bool = False) -> Fusion:
     )
     fused = InterpretableNvFuserExecutor("recording_nvfuser").fuse(region, 0)
     program = analyse(trace, (tuple(arg.name for arg in trace.args[:2]),) if overlaps else ())
-    return Fusion(program, with_symbols(trace, [*before, fused, return_bsym]), fn)
+    return Fusion(program, with_symbols(trace, [*before, fused, return_bsym]))
