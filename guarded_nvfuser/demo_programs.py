@@ -38,6 +38,11 @@ def gaps(x):  # called with x = buf[:, :2], whose rows lie apart in memory
     x.mul_(2)
 
 
+def halves(a, b):  # called with a, b = buf[:2], buf[2:], which share a storage and no element
+    a.add_(1)
+    return a + b
+
+
 def refused(x, y):
     z = x * y
     x.copy_(z)
@@ -59,11 +64,15 @@ class Program:
     real: str = ""  # what only real nvFuser gets wrong, from its contract; the interpreter cannot show it
     options: Mapping[str, Any] = field(default_factory=dict)  # further options of `thunder.jit`
     columns: int = 2  # of the buffers whose first two columns are the arguments
+    shared: bool = False  # whether the arguments are consecutive rows of one buffer
 
     def args(self) -> dict[str, torch.Tensor]:
         """Fresh arguments by name: small numbers, which a reader can check by eye."""
+        names = list(inspect.signature(self.fn).parameters)
+        if self.shared:
+            return dict(zip(names, torch.arange(1.0, 1 + 4 * len(names)).reshape(-1, 2).split(2)))
         numbers = torch.arange(2.0 * self.columns).reshape(2, self.columns)
-        return {n: (numbers + 1 + 4 * i)[:, :2] for i, n in enumerate(inspect.signature(self.fn).parameters)}
+        return {name: (numbers + 1 + 4 * index)[:, :2] for index, name in enumerate(names)}
 
 
 _DATAFLOW, _NO_BARRIERS = {"fusion_type": "dataflow"}, {"skip_inplace_alias_updates": True}
@@ -87,9 +96,10 @@ PROGRAMS = (
         "gaps",
         gaps,
         "no trace tells how x lies in memory",
-        "the update lands between x's rows (NVIDIA/Fuser#5356); on a GPU the guard looks at x's layout in each call",
+        "the update lands between x's rows (NVIDIA/Fuser#5356)",
         columns=4,
     ),
+    Program("halves", halves, "Thunder takes arguments that share a storage for the same tensor", shared=True),
     Program("refused", refused, "Thunder refuses a region that reads a copy_'s target after it", "", _NO_BARRIERS),
     Program("split", split, "the barriers that Thunder inserts before in-place ops break fusions"),
 )

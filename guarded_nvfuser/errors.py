@@ -63,7 +63,7 @@ _WHAT = {
     Kind.LOST: "`{must}` would never run",
     Kind.SAVED: "backward reads `{name}`, which `{may}` overwrote after it was saved",
     Kind.UNTRACKED: "the gradient of `{read}` would miss `{may}`",
-    Kind.LAYOUT: "nvFuser cannot write into `{name}` as it lies in memory",
+    Kind.LAYOUT: "nvFuser cannot write the target of `{may}` as it lies in memory",
     Kind.LEAF: "a leaf Variable that requires grad is being used in an in-place operation: `{may}`",
     Kind.UNCERTAIN: "`{read}` is a view or a copy by strides, which the trace does not hold, and its memory is written",
     Kind.UNDECLARED: "nobody declared what `{read}` does to memory",
@@ -83,6 +83,7 @@ _HELP = {
     Kind.UNDECLARED: "keep the op away from tensors that are written",
     Kind.OVERLAP: "pass tensors that do not share memory, or one tensor for both",
 }
+_LEFT = {Kind.LAYOUT: "PyTorch writes it"}
 _ELSEWHERE = "guard_on_hazard='fallback' leaves the ops on this tensor to PyTorch"
 
 
@@ -161,8 +162,8 @@ def reasons(hazards: Sequence[Hazard]) -> dict[tuple[str, str], str]:
     found = {}
     for hazard in hazards:
         where = hazard.region or "between regions"
-        reason = headline(hazard).removeprefix("error")
-        found.setdefault((where, reason), f"{where}: {reason} Its ops run in PyTorch.")
+        reason = headline(hazard).removeprefix("error").replace("]:", "]", 1)
+        found.setdefault((where, reason), f"{where}: {reason}; {_LEFT.get(hazard.kind, 'these ops run in PyTorch')}")
     return found
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
@@ -12,13 +14,14 @@ from thunder.core.devices import Device, DeviceType
 from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, detached_trace, from_trace
+from thunder.core.trace import TraceCtx, detached_trace, from_trace
 from thunder.extend import ImplInfo
 
 from guarded_nvfuser import loading, lowering
 from guarded_nvfuser.arguments import current_sharing
 from guarded_nvfuser.autograd import before_gradients, with_gradients
 from guarded_nvfuser.casts import remove_lossless_casts
+from guarded_nvfuser.comments import commented
 from guarded_nvfuser.cse import merge_common
 from guarded_nvfuser.definition import guarded_wrapper
 from guarded_nvfuser.effects import tensors
@@ -136,13 +139,14 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             ValueError: an unknown mode, or the stock executor beside this one.
         """
         _refuse_stock_beside()
+        started = time.perf_counter()
         mode = current_on_hazard(self._on_hazard)
         if not writes_anything(trace):
             return self._without_writes(trace)
-        return self._lowered(*self._guarded(trace, mode))
+        return self._lowered(self._guarded(trace, mode), started)
 
-    def _guarded(self, trace: TraceCtx, mode: OnHazard) -> tuple[Program, TraceCtx]:
-        """The program as it is fused, and its trace with fusions."""
+    def _guarded(self, trace: TraceCtx, mode: OnHazard) -> _Decided:
+        """The program as it is fused, its trace with fusions, and the verdict."""
         program = analyse(trace, current_sharing().overlapping_names)
         if mode is OnHazard.REWRITE and (rewritten := self._rewrite(program)) is not None:
             return rewritten
@@ -150,22 +154,22 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             raise HazardError(beyond_repair)
         program = without_dead_writes(program)
         fused, hazards = self._stock(program)
-        hazards = (*overlap_hazards(program), *hazards)
-        record(Verdict(mode, hazards))
-        if hazards and mode is OnHazard.RAISE:
-            raise HazardError(hazards)
-        if hazards or fused is None or exposed_views(program):
-            return self._fall_back(program, hazards)
+        verdict = record(Verdict(mode, (*overlap_hazards(program), *hazards)))
+        if not verdict.safe and mode is OnHazard.RAISE:
+            raise HazardError(verdict.hazards)
+        if not verdict.safe or fused is None or exposed_views(program):
+            return _Decided(*self._fall_back(program, verdict.hazards), verdict)
         settled = self._with_eager_results(program, fused)
         if settled is not fused and judge(program, settled, allowed_rules()):
-            return self._fall_back(program, ())  # a region left with an update alone needs to be tied to the forward
-        return program, settled
+            # a region left with an update alone needs to be tied to the forward
+            return _Decided(*self._fall_back(program, ()), verdict)
+        return _Decided(program, settled, verdict)
 
-    def _rewrite(self, program: Program) -> tuple[Program, TraceCtx] | None:
+    def _rewrite(self, program: Program) -> _Decided | None:
         """The program without mutation; None where that leaves a hazard, so that the program must fall back."""
         source = analyse(before_gradients(program), program.overlaps) if program.joint else program
         barred = frozenset(name for pair in program.overlaps for name in pair)
-        reasons = list(overlap_hazards(source))
+        left = list(overlap_hazards(source))
         while True:
             rewritten = rewrite(source, barred, tracked=program.joint)
             full = self._derived(rewritten, program)
@@ -174,14 +178,13 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             fused = self._form_rewritten(full, rewritten.left)
             hazards = judge(full, fused, allowed_rules())
             if not hazards:
-                reasons += rewritten.reasons
-                _tell(reasons)
-                record(Verdict(OnHazard.REWRITE, tuple(reasons)))
-                return full, fused
+                left += rewritten.reasons
+                _tell(left)
+                return _Decided(full, fused, record(Verdict(OnHazard.REWRITE, tuple(left))))
             more = {name for hazard in hazards for name in full.names[hazard.buffer] if name in source.buffer_of}
             if more <= barred:
                 return None
-            reasons += hazards
+            left += hazards
             barred |= more
 
     def _derived(self, rewritten: Rewritten, source: Program) -> Program:
@@ -251,7 +254,6 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
 
     def _defined(self, program: Program, fused: TraceCtx) -> TraceCtx:
         defined = impl.update_fusion_call_ctx(without_dead_ops(fused) if program.joint else fused)
-        defined.set_provenance(TraceProvenance("Fusion (guarded_nvfuser)"))
         return self._with_eager_results(program, defined)
 
     def _clean_up(self, program: Program, fused: TraceCtx) -> TraceCtx:
@@ -275,16 +277,27 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             return InterpretedRegion(bsym, on_gaps)
         return guarded_wrapper(impl, bsym._call_ctx[bsym.sym.name], bsym, on_gaps, stored)
 
-    def _lowered(self, program: Program, fused: TraceCtx) -> TraceCtx:
+    def _lowered(self, decided: _Decided, started: float) -> TraceCtx:
         """Let regions store the updates that need not be isolated, which only the whole program tells."""
-        bsyms = []
-        for bsym in fused.bound_symbols:
-            if is_region(bsym) and (stored := in_place(program.body(bsym, allowed_rules()))):
+        bsyms, in_places = [], frozenset()
+        for bsym in decided.fused.bound_symbols:
+            if is_region(bsym) and (stored := in_place(decided.program.body(bsym, allowed_rules()))):
                 bsym = self.calling(bsym, self.region_callable(bsym, stored))
+                in_places |= stored
             bsyms.append(bsym)
-        lowered = from_trace(fused)
-        lowered.bound_symbols = bsyms
+        lowered = from_trace(decided.fused)
+        milliseconds = 1000 * (time.perf_counter() - started)
+        lowered.bound_symbols = commented(bsyms, decided.verdict, in_places, milliseconds)
         return lowered
+
+
+@dataclass(frozen=True)
+class _Decided:
+    """A program as it is fused, its trace with fusions, and the verdict on it."""
+
+    program: Program
+    fused: TraceCtx
+    verdict: Verdict
 
 
 def _refuse_stock_beside() -> None:

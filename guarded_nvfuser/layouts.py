@@ -115,7 +115,8 @@ def split_off(
         tuple((places[sources[result].name], target_of[result.proxy.name]) for result in sources),
         tuple(-1 - target_of[out.name] if out.name in target_of else places[out.name] for out in outputs),
     )
-    return None if moved_results(Body(split.bsyms, tensors(inputs), split.outputs)) else split
+    moved = moved_results(Body(split.bsyms, tensors(inputs), split.outputs))
+    return split if next(moved, None) is None else None
 
 
 class Detour:

@@ -33,11 +33,12 @@ class Verdict:
         return not self.hazards
 
 
-def record(verdict: Verdict) -> None:
-    """Keep a verdict with the statistics of the compilation under way."""
+def record(verdict: Verdict) -> Verdict:
+    """Keep a verdict with the statistics of the compilation under way, and return it."""
     _, stats = _compile_data.get()
     if stats is not None:
         stats.__dict__.setdefault(_ATTRIBUTE, []).append(verdict)
+    return verdict
 
 
 def verdicts(jitted: Callable) -> tuple[Verdict, ...]:

@@ -240,7 +240,7 @@ def test_fallback_warns_once_per_region_and_reason(caplog: pytest.LogCaptureFixt
         jitted(*tensors())
         jitted(*tensors())
     told = [str(warning.message) for warning in caught if warning.category is HazardWarning]
-    assert told == ["nvFusion2: [GNV002]: `x.sin()` may already see `x.mul_(2)` Its ops run in PyTorch."]
+    assert told == ["nvFusion2: [GNV002] `x.sin()` may already see `x.mul_(2)`; these ops run in PyTorch"]
     assert [record.message for record in caplog.records if record.name == "guarded_nvfuser"] == told
 
 
@@ -269,7 +269,7 @@ def test_reasons_merge_what_reads_alike() -> None:
     elsewhere = Hazard(hazard.kind, hazard.buffer, hazard.name, hazard.read, hazard.must, hazard.may, None)
     found = reasons([hazard, hazard, elsewhere])
     assert [where for where, _ in found] == ["nvFusion2", "between regions"]
-    assert all(text.endswith("Its ops run in PyTorch.") for text in found.values())
+    assert all(text.endswith("; these ops run in PyTorch") for text in found.values())
 
 
 # --- errors made for a target or a leaf

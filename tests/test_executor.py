@@ -145,7 +145,6 @@ class Case:
 
     fn: Callable
     make_args: Callable
-    wrong_on_stock: bool = True
 
 
 CASES = [
@@ -153,10 +152,10 @@ CASES = [
     Case(merged_reads, squares(2)),
     Case(merged_reads_by_method, squares(2)),
     Case(swap, squares(2)),
-    Case(transposed_onto_itself, squares(1), wrong_on_stock=False),  # a race inside a kernel
-    Case(columns_scaled, columns_of_a_buffer, wrong_on_stock=False),  # a layout, which the interpreter respects
+    Case(transposed_onto_itself, squares(1)),
+    Case(columns_scaled, columns_of_a_buffer),
     Case(read_after_store, squares(2)),
-    Case(activation_power, squares(1), wrong_on_stock=False),
+    Case(activation_power, squares(1)),
     Case(other_operand_first, squares(2)),
     Case(two_stores, squares(3)),
     Case(two_stores_unread, squares(3)),
@@ -225,7 +224,7 @@ def test_stock_is_wrong_or_refuses(case: Case) -> None:
             answers.append(bool(wrong(case, Config(None, fusion_type, skip), stock)))
         except (NotImplementedError, AssertionError):
             answers.append(True)
-    assert any(answers) == case.wrong_on_stock
+    assert any(answers)
 
 
 def test_generations_have_buffers_of_their_own() -> None:
@@ -272,7 +271,7 @@ def test_what_stock_splits_is_one_region() -> None:
         jitted(*squares(1)())
         found[name] = cost(jitted)
     assert found["stock"].regions == 3
-    assert found["rewrite"].regions == found["twin"].regions == 1
+    assert found["rewrite"].regions == 1 <= found["twin"].regions
     assert found["rewrite"].ops == 0
     assert found["rewrite"].bytes <= min(found["twin"].bytes, found["stock"].bytes)
 
@@ -321,11 +320,6 @@ def test_a_cumulative_sum_is_no_write() -> None:
     assert torch.allclose(jitted(x, w), fn(x, w))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=HazardError,
-    reason="the derivative of an op that nobody declared counts as a write, so that a pure program is refused",
-)
 def test_derivatives_are_no_writes() -> None:
     """The same with gradients."""
 
@@ -339,11 +333,10 @@ def test_derivatives_are_no_writes() -> None:
 
 
 def test_the_trace_says_who_made_it() -> None:
-    """The fused trace carries a provenance line, so that a reader of Thunder's traces sees the guard at work."""
+    """The last trace carries a provenance line, so that a reader of Thunder's traces sees the guard at work."""
     jitted = jit(recomputed_read, Config("rewrite"))
     jitted(*squares(2)())
-    provenances = [str(trace.get_provenance()) for trace in thunder.last_traces(jitted)]
-    assert any("Fusion (guarded_nvfuser)" in line for line in provenances)
+    assert "# Fusion by guarded_nvfuser, mode rewrite: safe (took " in str(thunder.last_traces(jitted)[-1])
 
 
 def test_rewriting_needs_no_help_of_thunders() -> None:

@@ -21,6 +21,7 @@ from guarded_nvfuser.states import analyse
 from tests.generator import put
 from tests.support import Config, jit
 from tests.traces import Recorder, calls, program_of, recorded
+from tests.traces import jit as record
 
 
 def x_and_w() -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,23 +294,22 @@ def test_barred_ops_stay_outside() -> None:
         b = a.sin()
         return (b - x) / w
 
-    recorder, jitted = recorded(
-        lambda recorder, trace: form(recorder, analyse(trace), lambda bsym: bsym.sym.name == "sin"), fn, *x_and_w()
-    )
+    recorder = Recorder(lambda recorder, trace: form(recorder, analyse(trace), lambda bsym: bsym.sym.name == "sin"))
+    jitted = record(recorder, fn)
+    result = jitted(*x_and_w())
     inside = [[sub.sym.name for sub in bsym.subsymbols] for bsym in filter(is_region, recorder.fused.bound_symbols)]
     assert inside == [["add", "mul"], ["sub", "div"]]
     assert "sin" in [bsym.sym.name for bsym in recorder.fused.bound_symbols]
-    assert torch.allclose(jitted(*x_and_w()), fn(*x_and_w()))
+    assert torch.allclose(result, fn(*x_and_w()))
 
 
 def test_all_barred_is_program_order() -> None:
     """With every op barred there is no region, and the program runs op by op: the loop of mode fallback ends here."""
-    recorder, jitted = recorded(
-        lambda recorder, trace: form(recorder, analyse(trace), lambda bsym: True), read_write_read, *x_and_w()
-    )
-    assert not any(map(is_region, recorder.fused.bound_symbols))
+    recorder = Recorder(lambda recorder, trace: form(recorder, analyse(trace), lambda bsym: True))
     x, y = x_and_w()[0], x_and_w()[0]
-    assert torch.allclose(jitted(x, x_and_w()[1]), read_write_read(y, x_and_w()[1]))
+    result = record(recorder, read_write_read)(x, x_and_w()[1])
+    assert not any(map(is_region, recorder.fused.bound_symbols))
+    assert torch.allclose(result, read_write_read(y, x_and_w()[1]))
     assert torch.equal(x, y)
 
 
