@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, TensorProxy, Variable
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transform_common import dce
 
 from guarded_nvfuser.effects import leaves, tensors
+from guarded_nvfuser.renaming import renamed
 from guarded_nvfuser.states import Program, analyse
 
 
@@ -113,8 +114,7 @@ class _Renaming:
         return self.program.buffer_of.get(name, -1)
 
     def swapped(self, bsym: BoundSymbol, swap: dict[str, TensorProxy]) -> BoundSymbol:
-        used = {Variable(arg): swap[arg.name] for arg in _arguments(bsym) if arg.name in swap}
-        return bsym.from_bsym_swap_proxies(used, skip_output=True) if used else bsym
+        return renamed(bsym, {arg.name: swap[arg.name] for arg in _arguments(bsym) if arg.name in swap})
 
     def returning(self, bsym: BoundSymbol, swap: dict[str, TensorProxy]) -> BoundSymbol:
         """The return: arguments are renamed; results keep their names, by which Thunder knows their gradients."""

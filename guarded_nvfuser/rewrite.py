@@ -14,7 +14,7 @@ from functools import partial
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, Variable
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
@@ -22,6 +22,7 @@ from thunder.executors import torchex
 
 from guarded_nvfuser.effects import leaves, prim_id, tensors
 from guarded_nvfuser.hazards import Hazard, Kind
+from guarded_nvfuser.renaming import renamed
 from guarded_nvfuser.states import Program
 from guarded_nvfuser.torch_ops import PARTIAL_WRITES
 from guarded_nvfuser.views import definite_views, uncertain, undo
@@ -206,6 +207,10 @@ class _Rewriter:
 
     def compute(self, bsym: BoundSymbol) -> None:
         """A pure op reads what its operands hold by now; its results are tensors of their own."""
+        if bsym.subsymbols and prim_id(bsym) is None and _writes_a_part(bsym) and not self.must_track(bsym):
+            for sub in bsym.subsymbols:  # what the write of the part needs is made beside it
+                self.visit(sub)
+            return
         swap = {arg.name: self.read(arg.name) for arg in _everywhere(bsym, "flat_proxy_args") if self.known(arg.name)}
         new = self.emit(bsym, swap)
         for leaf, _ in leaves(new):
@@ -264,10 +269,10 @@ class _Rewriter:
     ) -> BoundSymbol:
         """Place an op in the new trace with other operands, and under new names if it is there already."""
         args = {arg.name: arg for arg in _everywhere(bsym, "flat_proxy_args")} if swap else {}
-        renamed = {Variable(arg): swap[n] for n, arg in args.items() if n in swap and swap[n].name != n}
+        others = {name: swap[name] for name in args if name in swap and swap[name].name != name}
         if fresh:
-            renamed |= {Variable(out): out.replace_name() for out in _everywhere(bsym, "flat_proxy_outs")}
-        new = bsym.from_bsym_swap_proxies(renamed, skip_output=not fresh) if renamed else bsym
+            others |= {out.name: out.replace_name() for out in _everywhere(bsym, "flat_proxy_outs")}
+        new = renamed(bsym, others, outputs=fresh)
         self.defined.update(out.name for out in _everywhere(new, "flat_proxy_outs"))
         self.new.bound_symbols.append(new)
         return new
@@ -310,6 +315,8 @@ class _Rewriter:
                 if not self.must_track(bsym):
                     return self.write_part(store, partial(self.copy_to, name, value))
                 undone = self.with_part(view, value, base)
+            else:
+                self.inherit(undone, value)
             name, value = view.base, undone
         store.version += 1
         store.written_by = bsym
@@ -395,7 +402,9 @@ class _Rewriter:
         for other in self.stores.values():
             if other is not store and other.value is not None and self.home.get(other.value.name) == store.root:
                 other.value = prims.clone(other.value)
-                self.home[other.value.name] = other.root
+                name = other.value.name
+                self.home[name], self.stem[name] = other.root, name
+                self.defined.add(name)
 
     # --- the end
 
@@ -455,6 +464,10 @@ def _everywhere(bsym: BoundSymbol, what: str) -> list[Proxy]:
         found += getattr(current, what)
         stack.extend(current.subsymbols)
     return found
+
+
+def _writes_a_part(bsym: BoundSymbol) -> bool:
+    return any(prim_id(leaf) in PARTIAL_WRITES for leaf, _ in leaves(bsym))
 
 
 def _uses(program: Program) -> dict[str, int]:

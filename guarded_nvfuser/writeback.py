@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, TensorProxy, Variable
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
@@ -20,6 +20,7 @@ from thunder.core.trace import TraceCtx, from_trace
 from guarded_nvfuser.contract import Rules
 from guarded_nvfuser.effects import leaves, prim_id, tensors
 from guarded_nvfuser.hazards import execution_order, is_region
+from guarded_nvfuser.renaming import renamed
 from guarded_nvfuser.states import Program, analyse
 from guarded_nvfuser.violations import violations
 
@@ -102,9 +103,9 @@ def peel(program: Program) -> tuple[Program, Tail]:
 def _peeled(trace: TraceCtx, start: int, end: int, tail: Tail) -> TraceCtx:
     """The trace without its tail; values, and targets, stand in the return for what the tail defines."""
     bsyms = trace.bound_symbols
-    values = {Variable(back.result): back.value for back in tail.backs}
-    values |= {Variable(out): tail.backs[0].value for bsym in tail.views for out in tensors(bsym.flat_outs)}
-    *backward, return_bsym = [bsym.from_bsym_swap_proxies(values, skip_output=True) for bsym in bsyms[end:]]
+    values = {back.result.name: back.value for back in tail.backs}
+    values |= {out.name: tail.backs[0].value for bsym in tail.views for out in tensors(bsym.flat_outs)}
+    *backward, return_bsym = [renamed(bsym, values) for bsym in bsyms[end:]]
     value = return_bsym.args[0]
     flat = [*value["flat_args"], *(back.target for back in tail.backs)]  # no pass may drop a target's definition
     peeled = from_trace(trace)
@@ -183,8 +184,7 @@ class _Placing:
 
     def bound(self, back: WriteBack) -> BoundSymbol:
         value = self.values[back.result.name]
-        swap = {} if value.name == back.value.name else {Variable(back.value): value}
-        return back.copy.from_bsym_swap_proxies(swap, skip_output=True) if swap else back.copy
+        return renamed(back.copy, {} if value.name == back.value.name else {back.value.name: value})
 
     def candidates(self) -> dict[int, list[WriteBack]]:
         """Write-backs whose value a region makes and whose target nobody reads later, by the region's position."""
@@ -265,7 +265,7 @@ class _Placing:
         for back in backs:
             value = self.values[back.result.name]
             if value.name not in kept:
-                swap.setdefault(Variable(value), back.result)
+                swap.setdefault(value.name, back.result)
                 self.values = {
                     n: back.result if v.name == value.name and n != back.result.name else v
                     for n, v in self.values.items()
@@ -274,8 +274,8 @@ class _Placing:
             return
         for index in range(position + 1, len(self.bsyms) - 1):
             bsym = self.bsyms[index]
-            if any(Variable(arg) in swap for arg in bsym.flat_proxy_args):
-                self.bsyms[index] = bsym.from_bsym_swap_proxies(swap, skip_output=True)
+            if any(arg.name in swap for arg in bsym.flat_proxy_args):
+                self.bsyms[index] = renamed(bsym, swap)
 
     def returning(self, bsym: BoundSymbol) -> BoundSymbol:
         """The return with every changed input named by its write's result."""
