@@ -11,6 +11,7 @@ import itertools
 import linecache
 import random
 import string
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from thunder.core import prims
 from thunder.core.trace import get_tracectx
 
 # What eager raises for a line that makes no sense.
-REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NameError)
 _LARGEST, _MOST = 1e4, 512
 
 
@@ -133,7 +134,7 @@ def parse(source: str) -> Program:
     Args:
         source: the text; comments but the first are dropped.
     """
-    first, *lines = source.strip().splitlines()
+    first, *lines = textwrap.dedent(source).strip().splitlines()
     start = lines.index(next(line for line in lines if line.startswith("def program(")))
     made, body = [[line.strip() for line in part if line.startswith(" ")] for part in (lines[:start], lines[start:])]
     names = [tuple(part[-1].removeprefix("return ").replace(" ", "").strip(",").split(",")) for part in (made, body)]
@@ -219,7 +220,14 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
         tuple(f"{{n}} = {{a}}.{op}" for op in ("double()", "float()", "to(torch.bfloat16)", "half()", "long()")),
     ),
     "join": (1, ("{n} = torch.cat([{a}, {b}], 0)", "{n} = torch.stack([{a}, {b}])", "{n} = torch.cat([{a}, {b}], -1)")),
-    "new": (1, ("{n} = torch.zeros_like({a})", "{n} = torch.ones({a}.shape)", "{n} = torch.full_like({a}, 0.5)")),
+    "new": (
+        1,
+        (
+            "{n} = torch.zeros_like({a})",
+            "{n} = torch.ones({a}.shape, dtype=torch.float32)",
+            "{n} = torch.full_like({a}, 0.5)",
+        ),
+    ),
     "write": (5, tuple(f"{{t}}.{op}" for op in IN_PLACE)),
     "smooth write": (1, tuple(f"{{t}}.{op}" for op in SMOOTH_IN_PLACE)),
     "write from": (
