@@ -226,14 +226,14 @@ def _work(job: tuple[int, int, frozenset[str]]) -> Tally:
     return search(*job)
 
 
-def run(programs: int, seed: int, workers: int, said: Callable[[Tally, float], None]) -> Tally:
+def run(programs: int, seed: int, workers: int, said: Callable[[Tally, list[Failure], float], None]) -> Tally:
     """Search on some processes until enough programs have run.
 
     Args:
         programs: how many, at least.
         seed: the first chunk's; the others count up.
         workers: how many processes.
-        said: called with the tally and the seconds so far after each chunk.
+        said: called with the tally, the new failures and the seconds so far after each chunk.
     """
     total, started = Tally(), time.monotonic()
     context = multiprocessing.get_context("spawn")
@@ -242,8 +242,9 @@ def run(programs: int, seed: int, workers: int, said: Callable[[Tally, float], N
             known = frozenset(total.failures)
             ahead = min(4 * workers, -(-(programs - total.programs) // CHUNK))
             for tally in pool.imap_unordered(_work, [(seed + i, CHUNK, known) for i in range(ahead)]):
+                new = [failure for name, failure in tally.failures.items() if name not in total.failures]
                 total += tally
-                said(total, time.monotonic() - started)
+                said(total, new, time.monotonic() - started)
             seed += ahead
     return total
 
@@ -297,11 +298,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(tally.failures))
 
 
-def _progress(tally: Tally, seconds: float) -> None:
+def _progress(tally: Tally, new: Sequence[Failure], seconds: float) -> None:
     rate = tally.programs / max(seconds, 1e-9)
-    print(
-        f"{tally.programs} programs, {rate:.1f} a second, {len(tally.failures)} failures", file=sys.stderr, flush=True
-    )
+    words = f"{tally.programs} programs, {rate:.1f} a second, {len(tally.failures)} failures"
+    print(*new, words, sep="\n", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
