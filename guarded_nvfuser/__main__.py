@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from guarded_nvfuser import __version__, demo
+from guarded_nvfuser import __version__, demo, explain
 
 # Each module adds its own subcommand: `add_parser(commands)` sets the default `run`, a function of the parsed options
 # that returns the exit status.
-_COMMANDS = (demo,)
+_COMMANDS = (demo, explain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import linecache
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
+from guarded_nvfuser.arguments import current_sharing
 from guarded_nvfuser.hazards import Hazard, Kind
+from guarded_nvfuser.sources import Mark, Site, excerpt, site_of
 from guarded_nvfuser.states import Write
+from guarded_nvfuser.wording import Words, words_for
+
+
+_TARGET = re.compile(r"([A-Za-z_][\w.]*)(?:\[.*?\])?(?:\.\w+_\(|\s*(?:[-+*/@&|^%]|<<|>>|//|\*\*)?=)")
 
 
 class HazardWarning(UserWarning):
@@ -26,88 +31,59 @@ class HazardError(NotImplementedError):
     def __init__(self, hazards: Sequence[Hazard], note: str = "") -> None:
         self.hazards = tuple(hazards)
         parts = [describe(hazard) for hazard in self.hazards]
-        super().__init__("\n\n".join(parts + ([note] if note else [])))
+        super().__init__("\n\n".join([*parts, *([note] if note else []), *_explained(self.hazards)]))
 
 
-@dataclass(frozen=True)
-class Site:
-    """A place in the user's source: file, line (1-based), the line's text, and the op's columns (0-based), if known."""
-
-    file: str
-    line: int
-    text: str
-    columns: tuple[int, int] | None
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-def site_of(bsym: BoundSymbol | None) -> Site | None:
-    """Where an op stands in the user's source; None for ops that Thunder made."""
-    if bsym is None or bsym.source_filename is None or bsym.source_positions is None:
-        return None
-    positions = bsym.source_positions
-    if positions.lineno is None:
-        return None
-    text = linecache.getline(bsym.source_filename, positions.lineno).rstrip()
-    one_line = positions.end_lineno == positions.lineno and positions.col_offset is not None
-    columns = (positions.col_offset, positions.end_col_offset) if one_line else None
-    return Site(bsym.source_filename, positions.lineno, text, columns)
-
-
-_WHAT = {
-    Kind.RAW: "`{read}` may not see `{must}`",
-    Kind.WAR: "`{read}` may already see `{may}`",
-    Kind.WAW: "`{may}` may land out of order, twice, or in another tensor's memory",
-    Kind.TARGET: "nvFuser cannot update the target of `{may}` in place",
-    Kind.LOST: "`{must}` would never run",
-    Kind.SAVED: "backward reads `{name}`, which `{may}` overwrote after it was saved",
-    Kind.UNTRACKED: "the gradient of `{read}` would miss `{may}`",
-    Kind.LAYOUT: "nvFuser cannot write the target of `{may}` as it lies in memory",
-    Kind.LEAF: "a leaf Variable that requires grad is being used in an in-place operation: `{may}`",
-    Kind.UNCERTAIN: "`{read}` is a view or a copy by strides, which the trace does not hold, and its memory is written",
-    Kind.UNDECLARED: "nobody declared what `{read}` does to memory",
-    Kind.OVERLAP: "the arguments `{name}` overlap in memory, and `{may}` writes one of them",
-}
-_HELP = {
-    Kind.RAW: "use the value that was written instead of reading the tensor again",
-    Kind.WAR: "compute the read into a tensor of its own before the write, or write last",
-    Kind.WAW: "write the tensor once, with its final value",
-    Kind.TARGET: "write out of place: `x = x.op(...)` instead of `x.op_(...)`",
-    Kind.LOST: "return the updated tensor",
-    Kind.SAVED: "save a copy: use `{name}.clone()` where the value is needed later, or write out of place",
-    Kind.UNTRACKED: "write out of place (`x = torch.cat(...)`, `torch.where(...)`), so that autograd sees it",
-    Kind.LAYOUT: "pass a dense tensor, for instance `x.contiguous()`",
-    Kind.LEAF: "update parameters under `torch.no_grad()`",
-    Kind.UNCERTAIN: "use `.view(...)` for a view, `.clone()` for a copy",
-    Kind.UNDECLARED: "keep the op away from tensors that are written",
-    Kind.OVERLAP: "pass tensors that do not share memory, or one tensor for both",
-}
-_LEFT = {Kind.LAYOUT: "PyTorch writes it"}
-_ELSEWHERE = "guard_on_hazard='fallback' leaves the ops on this tensor to PyTorch"
+def _explained(hazards: Sequence[Hazard]) -> list[str]:
+    codes = dict.fromkeys(hazard.kind.value for hazard in hazards)
+    return [f"For more, try `python -m guarded_nvfuser explain {' '.join(codes)}`."] if codes else []
 
 
 def describe(hazard: Hazard) -> str:
-    """One hazard in full: code and headline, the write, the read, why, and what to do."""
+    """One hazard in full, in the form of rustc's messages.
+
+    Args:
+        hazard: any.
+
+    Returns:
+        The code and the headline; the read and the writes, underlined in the user's source; notes on what may happen;
+        the edit that removes the hazard and the mode that runs the program as it is.
+    """
+    words, fields = words_for(hazard), _fields(hazard)
     lines = [headline(hazard)]
-    for label, bsym in _places(hazard):
-        lines += _place(label, bsym)
-    lines += [f"  = note: {note}" for note in _notes(hazard)]
-    lines.append(f"  = help: {_HELP[hazard.kind].format(name=hazard.name)}")
-    if hazard.kind not in (Kind.UNTRACKED, Kind.LEAF):
-        lines.append(f"  = help: {_ELSEWHERE}")
+    places = _places(hazard, words)
+    marks = [Mark(site, label, primary=bsym is places[0][0]) for bsym, label in places if (site := site_of(bsym))]
+    lines += excerpt(marks)
+    lines += [
+        f"  = note: {label}: `{op_text(bsym)}`, which Thunder made" for bsym, label in places if site_of(bsym) is None
+    ]
+    lines += [f"  = note: {note}" for note in _notes(hazard, words)]
+    lines.append(f"  = help: {words.edit.format(**fields)}")
+    lines += [f"  = help: {words.mode.value}"] if words.mode.value else []
     return "\n".join(lines)
 
 
 def headline(hazard: Hazard) -> str:
     """A hazard in one self-contained line, beginning with its code."""
-    words = {
+    return f"error[{hazard.kind.value}]: {words_for(hazard).headline.format(**_fields(hazard))}"
+
+
+def _fields(hazard: Hazard) -> dict[str, str]:
+    return {
         "read": op_text(hazard.read),
-        "must": write_text(hazard.must),
+        "must": _state(hazard.must),
+        "wrote": write_text(hazard.must),
         "may": write_text(hazard.may),
-        "name": hazard.name,
+        "name": name_text(hazard),
     }
-    return f"error[{hazard.kind.value}]: {_WHAT[hazard.kind].format(**words)}"
+
+
+def name_text(hazard: Hazard) -> str:
+    """A hazard's tensor as the user calls it where they write it; Thunder's own names (`t21`) mean nothing to them."""
+    if not re.fullmatch(r"t\d+", hazard.name):
+        return hazard.name
+    found = (_TARGET.match(write_text(write)) for write in (hazard.may, hazard.must) if write is not None)
+    return next((match[1] for match in found if match), hazard.name)
 
 
 def op_text(bsym: BoundSymbol | None) -> str:
@@ -115,9 +91,9 @@ def op_text(bsym: BoundSymbol | None) -> str:
     if bsym is None:
         return "?"
     site = site_of(bsym)
-    if site is None:
+    if site is None or not site.op:
         return "the return" if bsym.sym.name == "python_return" else bsym.sym.name
-    return site.text[slice(*site.columns)] if site.columns else site.text.strip()
+    return site.op
 
 
 def write_text(write: Write | None) -> str:
@@ -125,36 +101,37 @@ def write_text(write: Write | None) -> str:
     return "the value on entry" if write is None else op_text(write.bsym)
 
 
-def _places(hazard: Hazard) -> list[tuple[str, BoundSymbol]]:
-    write = hazard.must if hazard.kind in (Kind.RAW, Kind.LOST) else hazard.may or hazard.must
-    places = [("write", write.bsym)] if write is not None else []
-    if hazard.read is not None and all(hazard.read is not bsym for _, bsym in places):
-        places.append(("read", hazard.read))
-    return places
-
-
-def _place(label: str, bsym: BoundSymbol) -> list[str]:
-    site = site_of(bsym)
-    if site is None:
-        return [f"  {label}: {op_text(bsym)} (made by Thunder)"]
-    lines = [f"  {label}: {site}", f"    | {site.text}"]
-    if site.columns is not None:
-        start, end = site.columns
-        lines.append(f"    | {' ' * start}{'~' * max(end - start, 1)}")
-    return lines
-
-
-def _notes(hazard: Hazard) -> list[str]:
-    where = f"in {hazard.region}" if hazard.region else "in the order of the regions"
-    if hazard.rule is not None:
-        return [f"{where}: {hazard.rule.value}"]
-    if hazard.kind in (Kind.RAW, Kind.WAR, Kind.WAW):
-        return [f"{where}: it must see {_state(hazard.must)}, it may see {_state(hazard.may)}"]
-    return []
-
-
 def _state(write: Write | None) -> str:
     return "the value on entry" if write is None else f"what `{write_text(write)}` wrote"
+
+
+def _places(hazard: Hazard, words: Words) -> list[tuple[BoundSymbol, str]]:
+    """The ops to show, the one that the message is about first, each once."""
+    of_writes = [(hazard.must, words.at_must), (hazard.may, words.at_may)]
+    places = [(hazard.read, words.at_read)] if hazard.read is not None else []
+    places += [(write.bsym, label) for write, label in of_writes if write is not None and label]
+    # a dict keeps the first place of an op, and the last label: that of the write, where it is the op that reads
+    return list({site_of(bsym) or op_text(bsym): (bsym, label) for bsym, label in places}.values())
+
+
+def _notes(hazard: Hazard, words: Words) -> list[str]:
+    where = f"in {hazard.region}" if hazard.region else "in the order of the regions"
+    notes = _overlap(hazard)
+    if hazard.rule is not None:
+        return [*notes, f"{where}: {hazard.rule.value}"]
+    if hazard.kind in (Kind.RAW, Kind.WAR):
+        notes.append(f"{where}: it must see {_state(hazard.must)}, it may see {_state(hazard.may)}")
+    return [*notes, *([words.cause] if words.cause else [])]
+
+
+def _overlap(hazard: Hazard) -> list[str]:
+    """How two arguments of the compilation under way overlap."""
+    sharing = current_sharing()
+    pairs = {f"{a}` and `{b}": detail for (a, b), detail in zip(sharing.overlapping_names, sharing.details)}
+    return [pairs[hazard.name]] if hazard.kind is Kind.OVERLAP and hazard.name in pairs else []
+
+
+_LEFT = {Kind.LAYOUT: "PyTorch writes it"}
 
 
 def reasons(hazards: Sequence[Hazard]) -> dict[tuple[str, str], str]:
@@ -162,9 +139,14 @@ def reasons(hazards: Sequence[Hazard]) -> dict[tuple[str, str], str]:
     found = {}
     for hazard in hazards:
         where = hazard.region or "between regions"
-        reason = headline(hazard).removeprefix("error").replace("]:", "]", 1)
+        reason = f"{headline(hazard).removeprefix('error').replace(']:', ']', 1)}{_at(hazard)}"
         found.setdefault((where, reason), f"{where}: {reason}; {_LEFT.get(hazard.kind, 'these ops run in PyTorch')}")
     return found
+
+
+def _at(hazard: Hazard) -> str:
+    site = next((site for bsym, _ in _places(hazard, words_for(hazard)) if (site := site_of(bsym))), None)
+    return f" at {site.file}:{site.line}" if site else ""
 
 
 def layout_error(region: BoundSymbol, targets: Sequence[TensorProxy]) -> HazardError:
@@ -176,11 +158,24 @@ def layout_error(region: BoundSymbol, targets: Sequence[TensorProxy]) -> HazardE
         )
         write = Write(update, target.name, -1, 1)
         hazards.append(Hazard(Kind.LAYOUT, -1, target.name, None, write, write, region.sym.name))
-    return HazardError(
-        hazards, "nvFuser writes an updated input contiguously (NVIDIA/Fuser#5356): neighbours would be overwritten."
-    )
+    return HazardError(hazards)
 
 
 def leaf_error(write: Write) -> HazardError:
     """Eager's refusal of an in-place write to a tensor that requires grad."""
     return HazardError([Hazard(Kind.LEAF, write.buffer, write.target, None, None, write)])
+
+
+__all__ = [
+    "HazardError",
+    "HazardWarning",
+    "Site",
+    "describe",
+    "headline",
+    "layout_error",
+    "leaf_error",
+    "op_text",
+    "reasons",
+    "site_of",
+    "write_text",
+]

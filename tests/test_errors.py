@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import logging
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from thunder.core import prims
 
 from guarded_nvfuser import Hazard, HazardError, HazardWarning, Kind, guarded_nvfuser_ex
+from guarded_nvfuser.contract import Rule
 from guarded_nvfuser.errors import describe, headline, layout_error, leaf_error, op_text, reasons, site_of, write_text
 from guarded_nvfuser.hazards import is_region
 from tests.support import Config, jit, run
@@ -95,7 +97,7 @@ def parameter_in_place(x, w):
 PROGRAMS = [
     (Kind.RAW, read_after_write, {}, "may not see", "prims.copy_(z, x", "x + w"),
     (Kind.WAR, recomputed_read, {}, "may already see", "x.mul_(2)", "x.sin()"),
-    (Kind.WAW, updated_clone, {}, "may land out of order", "t.mul_(w)", None),
+    (Kind.WAW, updated_clone, {}, "may land in the memory of another tensor", "t.mul_(w)", None),
     (Kind.TARGET, updated_temporary, {"skip": True}, "cannot update the target", "h.view(-1).mul_", None),
     (Kind.LOST, lost_update, {}, "would never run", "prims.copy_(w, x", None),
     (Kind.SAVED, overwritten_save, {"grad": True}, "overwrote after it was saved", "x.mul_(2)", None),
@@ -110,7 +112,7 @@ PROGRAMS = [
 def test_every_kind_names_its_places(
     kind: Kind, fn: Callable, options: dict, words: str, write: str, read: str | None
 ) -> None:
-    """A refusal carries its kind's code and names the write, and the read if there is one: file, line, text."""
+    """A refusal carries its kind's code and underlines the write, and the read if there is one, in the source."""
     error = refusal(fn, **options)
     [hazard] = [hazard for hazard in error.hazards if hazard.kind is kind][:1]
     text = describe(hazard)
@@ -118,29 +120,39 @@ def test_every_kind_names_its_places(
     first, *rest = text.splitlines()
     assert first.startswith(f"error[{kind.value}]: ")
     assert words in first
-    for label, part in (("write", write), ("read", read)):
-        if part is not None:
-            place = f"  {label}: {inspect.getsourcefile(fn)}:{line_of(fn, part)}"
-            assert place in rest
-            assert rest[rest.index(place) + 1] == f"    | {linecache.getline(__file__, line_of(fn, part)).rstrip()}"
+    assert rest[0].split("--> ")[1].startswith(f"{inspect.getsourcefile(fn)}:")
+    for part in filter(None, (write, read)):
+        number = line_of(fn, part)
+        source = f"{number} | {linecache.getline(__file__, number).rstrip()}"
+        underline = rest[rest.index(source) + 1]
+        column = source.index(part)
+        assert set(underline[column : column + len(part)]) in ({"^"}, {"-"})
+        assert underline[:column].strip() == "|"
     assert any(line.startswith("  = help: ") for line in rest)
 
 
 def test_whole_message() -> None:
-    """The message in full, for one hazard: headline, both places with the op underlined, note, two ways out."""
+    """The message in full: headline, the read and the write underlined, notes, the edit and the mode, the long form."""
     error = refusal(recomputed_read)
     file, first = inspect.getsourcefile(recomputed_read), inspect.getsourcelines(recomputed_read)[1]
+    pad = " " * len(str(first))
     assert str(error) == (
-        f"error[GNV002]: `x.sin()` may already see `x.mul_(2)`\n"
-        f"  write: {file}:{first + 2}\n"
-        f"    |     x.mul_(2)\n"
-        f"    |     ~~~~~~~~~\n"
-        f"  read: {file}:{first + 1}\n"
-        f"    |     y = x.sin()\n"
-        f"    |         ~~~~~~~\n"
+        f"error[GNV002]: `x.sin()` may already see what `x.mul_(2)` writes\n"
+        f"{pad}--> {file}:{first + 1}:9\n"
+        f"{pad} |\n"
+        f"{first + 1} |     y = x.sin()\n"
+        f"{pad} |         ^^^^^^^ read here\n"
+        f"{first + 2} |     x.mul_(2)\n"
+        f"{pad} |     --------- this write may be seen already\n"
+        f"{pad} |\n"
         f"  = note: in nvFusion2: it must see the value on entry, it may see what `x.mul_(2)` wrote\n"
-        f"  = help: compute the read into a tensor of its own before the write, or write last\n"
-        f"  = help: guard_on_hazard='fallback' leaves the ops on this tensor to PyTorch"
+        f"  = note: nvFuser and Thunder order ops by data flow alone: a read may be moved, merged or repeated across a "
+        f"write\n"
+        f"  = help: write last, or out of place: a new tensor instead of `x.mul_(2)`\n"
+        f"  = help: guard_on_hazard='rewrite' (the default) runs it without this hazard; 'fallback' leaves its ops to "
+        f"PyTorch\n"
+        f"\n"
+        f"For more, try `python -m guarded_nvfuser explain GNV002`."
     )
 
 
@@ -156,7 +168,10 @@ def test_every_hazard_is_described_once() -> None:
     """An error holds all hazards of a program, each in a paragraph of its own, in their order."""
     error = refusal(updated_twice, skip=True)
     assert len(error.hazards) > 1
-    assert str(error).split("\n\n") == [describe(hazard) for hazard in error.hazards]
+    *described, more = str(error).split("\n\n")
+    assert described == [describe(hazard) for hazard in error.hazards]
+    codes = dict.fromkeys(hazard.kind.value for hazard in error.hazards)
+    assert more == f"For more, try `python -m guarded_nvfuser explain {' '.join(codes)}`."
     assert len(set(map(headline, error.hazards))) == len(error.hazards)
 
 
@@ -197,12 +212,12 @@ def test_ops_of_thunders_own_have_no_place() -> None:
     [hazard] = [hazard for hazard in refusal(overwritten_save, grad=True).hazards if hazard.kind is Kind.SAVED][:1]
     assert site_of(hazard.read) is None or site_of(hazard.read).file == __file__
     made_by_thunder = Hazard(Kind.RAW, 0, "x", prims.python_return.bind((), output=None), None, None)
-    assert "`the return` may not see `the value on entry`" in headline(made_by_thunder)
-    assert "  read: the return (made by Thunder)" in describe(made_by_thunder)
+    assert "`the return` may not see the value on entry" in headline(made_by_thunder)
+    assert "  = note: read here: `the return`, which Thunder made" in describe(made_by_thunder)
 
 
 def test_an_op_over_several_lines_shows_its_first() -> None:
-    """An op that spans lines is shown by the line it starts on, without an underline that would not fit."""
+    """An op that spans lines is underlined on the line it starts on, and named with dots for the rest."""
 
     def spread(x, w):
         y = x.sin()
@@ -211,11 +226,25 @@ def test_an_op_over_several_lines_shows_its_first() -> None:
         )
         return y + x @ w
 
-    error = refusal(spread)
-    lines = str(error).splitlines()
-    place = lines.index(f"  write: {__file__}:{line_of(spread, 'x.mul_(')}")
-    assert lines[place + 1] == "    |         x.mul_("
-    assert "~" not in lines[place + 2]
+    lines = str(refusal(spread)).splitlines()
+    number = line_of(spread, "x.mul_(")
+    source = lines.index(f"{number} |         x.mul_(")
+    assert lines[source + 1].endswith(" |         ------- this write may be seen already")
+    assert "what `x.mul_(...)` writes" in lines[0]
+
+
+def test_columns_are_characters() -> None:
+    """Python counts columns in bytes; wide characters take two cells of a terminal, and tabs stay tabs."""
+    scope: dict[str, Any] = {}
+    source = "def program(x, w):\n\ty = x.sin()\n\t名 = 'é'; x.mul_(2)\n\treturn y + x @ w\n"
+    linecache.cache["<wide>"] = (len(source), None, source.splitlines(keepends=True), "<wide>")
+    exec(compile(source, "<wide>", "exec"), scope)
+    lines = str(refusal(scope["program"])).splitlines()
+    assert lines[0] == "error[GNV002]: `x.sin()` may already see what `x.mul_(2)` writes"
+    assert (
+        lines[lines.index("3 | \t名 = 'é'; x.mul_(2)") + 1]
+        == "  | \t          --------- this write may be seen already"
+    )
 
 
 def test_source_that_is_gone_still_has_a_place() -> None:
@@ -225,8 +254,9 @@ def test_source_that_is_gone_still_has_a_place() -> None:
     exec(compile(source, "<nowhere>", "exec"), scope)
     linecache.checkcache()
     error = refusal(scope["program"])
-    assert "  write: <nowhere>:3" in str(error)
-    assert "  read: <nowhere>:2" in str(error)
+    assert "--> <nowhere>:2 (read here)" in str(error)
+    assert "::: <nowhere>:3 (this write may be seen already)" in str(error)
+    assert "`sin` may already see what `copy_` writes" in str(error)
 
 
 # --- warnings and the log
@@ -240,7 +270,10 @@ def test_fallback_warns_once_per_region_and_reason(caplog: pytest.LogCaptureFixt
         jitted(*tensors())
         jitted(*tensors())
     told = [str(warning.message) for warning in caught if warning.category is HazardWarning]
-    assert told == ["nvFusion2: [GNV002] `x.sin()` may already see `x.mul_(2)`; these ops run in PyTorch"]
+    place = f"{__file__}:{line_of(recomputed_read, 'x.sin()')}"
+    assert told == [
+        f"nvFusion2: [GNV002] `x.sin()` may already see what `x.mul_(2)` writes at {place}; these ops run in PyTorch"
+    ]
     assert [record.message for record in caplog.records if record.name == "guarded_nvfuser"] == told
 
 
@@ -276,7 +309,7 @@ def test_reasons_merge_what_reads_alike() -> None:
 
 
 def test_layout_error_names_each_target() -> None:
-    """A region whose targets nvFuser cannot write is refused with one hazard per target and the reason once."""
+    """A region whose targets nvFuser cannot write is refused with one hazard per target and the reason with each."""
 
     def two(x, w):
         x.mul_(2)
@@ -290,7 +323,7 @@ def test_layout_error_names_each_target() -> None:
         (Kind.LAYOUT, "x", "nvFusion0"),
         (Kind.LAYOUT, "w", "nvFusion0"),
     ]
-    assert str(error).count("NVIDIA/Fuser#5356") == 1
+    assert str(error).count("NVIDIA/Fuser#5356") == len(error.hazards)
     assert "pass a dense tensor, for instance `x.contiguous()`" in str(error)
 
 
@@ -300,5 +333,110 @@ def test_leaf_error_speaks_as_eager_does() -> None:
     with pytest.raises(RuntimeError) as eager:
         parameter_in_place(*tensors(grad=True))
     words = str(eager.value).rstrip(".")
-    assert str(leaf_error(write)).startswith(f"error[GNV009]: {words}: `w.mul_(2)`\n")
+    assert str(leaf_error(write)).splitlines()[0] == f"error[GNV009]: {words}: `w.mul_(2)`"
     assert "torch.no_grad()" in str(leaf_error(write))
+
+
+# --- words by rule and by what the judge found
+
+
+def words_of(rule: Rule | None, kind: Kind = Kind.WAW, **fields: Any) -> str:
+    write = refusal(updated_twice, skip=True).hazards[0].must
+    found = {"read": write.bsym, "must": None, "may": write} | fields
+    return headline(Hazard(kind, 0, "x", found["read"], found["must"], found["may"], None, rule))
+
+
+def test_waw_says_how_the_write_goes_astray() -> None:
+    """Two updates, two names, another order, another memory, twice: each has a headline of its own."""
+    writes = [hazard.must for hazard in refusal(updated_twice, skip=True).hazards if hazard.kind is Kind.RAW]
+    first = next(write for write in writes if write.state == 1)
+    second = next(write for write in writes if write.state == 2)
+    taken = prims.python_return.bind((), output=None)
+    heads = [
+        words_of(Rule.ONE_UPDATE),
+        words_of(Rule.ONE_NAME),
+        words_of(None, read=second.bsym, may=first),
+        words_of(None, read=first.bsym, may=first),
+        words_of(None, read=second.bsym, must=second, may=second),
+        words_of(None, read=taken, may=first),
+    ]
+    assert [head.removeprefix("error[GNV003]: ") for head in heads] == [
+        "`x.sub_(w)` is one of several updates of `x` in one fusion, and any of them may land last",
+        "`x.sub_(w)` updates memory that the same fusion is given under a second name",
+        "`x.mul_(2)` may land before `x.sub_(w)`",
+        "`x.sub_(w)` may land in the memory of another tensor",
+        "`x.mul_(2)` may be carried out twice",
+        "`the return` may be given another tensor's memory",
+    ]
+
+
+@pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
+def test_every_rule_of_the_contract_has_words(rule: Rule) -> None:
+    """Whatever claim fails, the message says what nvFuser may do and what to write instead."""
+    write = refusal(updated_twice, skip=True).hazards[0].must
+    for kind in (Kind.WAW, Kind.TARGET, Kind.WAR):
+        text = describe(Hazard(kind, 0, "x", write.bsym, None, write, "nvFusion0", rule))
+        assert f"  = note: in nvFusion0: {rule.value}" in text.splitlines()
+        assert "{" not in text
+
+
+def test_target_says_why() -> None:
+    """The headline of an update that nvFuser cannot do says what is wrong with the target."""
+    ends = {rule: words_of(rule, Kind.TARGET).rsplit(": ", 1)[1] for rule in Rule if "TARGET" in rule.name}
+    assert ends == {
+        Rule.TARGET_IS_INPUT: "it is made inside the fusion",
+        Rule.TARGET_ON_DEVICE: "it does not lie on a GPU",
+    }
+
+
+def test_names_are_the_users() -> None:
+    """Thunder's name for a tensor gives way to the one that the user writes it by, also in an assignment to a part."""
+
+    def scaled(x, w):
+        y = w * x
+        x *= 2
+        return y
+
+    [hazard] = refusal(scaled, grad=True).hazards[:1]
+    assert re.fullmatch(r"t\d+", hazard.name)
+    assert headline(hazard).startswith("error[GNV006]: backward reads `x`, which `x *= 2` overwrote")
+    assert "`x.clone()`" in describe(hazard)
+
+
+def test_overlap_says_how() -> None:
+    """Arguments that overlap are described by dtype, shape, strides and distance."""
+
+    def add(a, b):
+        a.add_(1)
+        return a + b
+
+    def overlapping(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = torch.zeros(8)
+        return buffer[: 4 * step : step], buffer[3:7]
+
+    for step in (1, 2):
+        a, b = overlapping(step)
+        with pytest.raises(HazardError) as refused:
+            jit(add, Config("raise"))(a, b)
+        distance = b.data_ptr() - a.data_ptr()
+        assert (
+            f"  = note: `a` is float32[4] with strides [{step}] at byte 0, `b` is float32[4] with strides [1] "
+            f"at byte {distance}"
+        ) in str(refused.value)
+
+
+def test_ops_inside_thunder_are_named_by_thunder() -> None:
+    """Some of Thunder's operators are traced from Thunder's own source, which says nothing to a user."""
+
+    def reshaped(x, w):
+        z = x.reshape(16)
+        x.mul_(2)
+        return z + 1
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HazardWarning)
+        jit(reshaped, Config("rewrite"))(*tensors())
+    told = [str(warning.message) for warning in caught if warning.category is HazardWarning]
+    assert told
+    assert all("[GNV011] `reshape` is a view or a copy by strides" in text for text in told)
+    assert not any("single_device_symbol" in text for text in told)
