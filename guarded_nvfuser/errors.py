@@ -14,7 +14,6 @@ from guarded_nvfuser.sources import Mark, Site, excerpt, site_of
 from guarded_nvfuser.states import Write
 from guarded_nvfuser.wording import Words, words_for
 
-
 _TARGET = re.compile(r"([A-Za-z_][\w.]*)(?:\[.*?\])?(?:\.\w+_\(|\s*(?:[-+*/@&|^%]|<<|>>|//|\*\*)?=)")
 
 

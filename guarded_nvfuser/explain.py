@@ -89,9 +89,9 @@ EXPLANATIONS = (
     Explanation(
         Kind.RAW,
         "a read may miss a write that comes before it",
-        "A fusion computes with the values that its inputs have when it starts. A read that follows a write in the program "
-        "is not ordered after it unless the data says so: nvFuser may load the input before the update lands, and a pass "
-        "that merges equal expressions may take two reads for one, across the write between them.\n\n"
+        "A fusion computes with the values that its inputs have when it starts. A read that follows a write in the "
+        "program is not ordered after it unless the data says so: nvFuser may load the input before the update "
+        "lands, and a pass that merges equal expressions may take two reads for one, across the write between them.\n\n"
         "Read the value that was written: then data flow orders the two. Mode 'rewrite' does this for you.",
         programs.raw_fails,
         programs.raw_repaired,
@@ -100,20 +100,21 @@ EXPLANATIONS = (
     Explanation(
         Kind.WAR,
         "a read may see a write that comes after it",
-        "Nothing but data flow ties a read to its place. Rematerialisation computes a cheap read again in the fusion that "
-        "needs it, which may stand behind the write; the dataflow partition moves reads; inside one fusion, kernels that "
-        "run later read an input after an earlier kernel has updated it, and threads read what others have stored.\n\n"
-        "Write out of place, or after everything that needs the old value. Mode 'rewrite' turns the write into a value of "
-        "its own and writes the input back at the end.",
+        "Nothing but data flow ties a read to its place. Rematerialisation computes a cheap read again in the "
+        "fusion that needs it, which may stand behind the write; the dataflow partition moves reads; inside one "
+        "fusion, kernels that run later read an input after an earlier kernel has updated it, and threads read what "
+        "others have stored.\n\n"
+        "Write out of place, or after everything that needs the old value. Mode 'rewrite' turns the write into a "
+        "value of its own and writes the input back at the end.",
         programs.war_fails,
         programs.war_repaired,
     ),
     Explanation(
         Kind.WAW,
         "a write may land out of order, twice, or in another tensor's memory",
-        "nvFuser does not order two updates of one tensor: the last store wins, whichever it is. And what only moves data "
-        "(a clone, a view, a reshape) comes back from a fusion as the memory of its input, so that a write to the copy "
-        "lands in the original.\n\n"
+        "nvFuser does not order two updates of one tensor: the last store wins, whichever it is. And what only "
+        "moves data (a clone, a view, a reshape) comes back from a fusion as the memory of its input, so that a "
+        "write to the copy lands in the original.\n\n"
         "Write a tensor once, with its final value, and make a new one instead of updating a copy.",
         programs.waw_fails,
         programs.waw_repaired,
@@ -121,9 +122,9 @@ EXPLANATIONS = (
     Explanation(
         Kind.TARGET,
         "nvFuser cannot update this tensor in place",
-        "A fusion updates an input by storing one of its outputs through that input's pointer. The target therefore has to "
-        "be an input of the fusion, on the GPU, and the stored value has to have its shape and dtype: nvFuser checks none "
-        "of this. A tensor that the fusion itself makes has no memory to update.\n\n"
+        "A fusion updates an input by storing one of its outputs through that input's pointer. The target therefore "
+        "has to be an input of the fusion, on the GPU, and the stored value has to have its shape and dtype: "
+        "nvFuser checks none of this. A tensor that the fusion itself makes has no memory to update.\n\n"
         "Write out of place.",
         programs.target_fails,
         programs.target_repaired,
@@ -141,9 +142,9 @@ EXPLANATIONS = (
     Explanation(
         Kind.SAVED,
         "backward reads a tensor that was overwritten after it was saved",
-        "The gradient of `w * x` needs x as it was. PyTorch eager keeps a version with every saved tensor and refuses the "
-        "backward: one of the variables needed for gradient computation has been modified by an inplace operation. Thunder "
-        "would read what x holds by then, and give a wrong gradient.\n\n"
+        "The gradient of `w * x` needs x as it was. PyTorch eager keeps a version with every saved tensor and "
+        "refuses the backward: one of the variables needed for gradient computation has been modified by an inplace "
+        "operation. Thunder would read what x holds by then, and give a wrong gradient.\n\n"
         "Write out of place, or use a copy where the old value is needed. Mode 'rewrite' saves the value itself.",
         programs.saved_fails,
         programs.saved_repaired,
@@ -155,8 +156,8 @@ EXPLANATIONS = (
         "Thunder derives gradients from the trace by names. A write that reaches a tensor through another name, for "
         "instance through a view of it, is not in what it differentiates; the gradient would be that of the program "
         "without the write.\n\n"
-        "Write out of place. Mode 'rewrite' does this before gradients are derived, where the write has a functional form; "
-        "the other modes refuse.",
+        "Write out of place. Mode 'rewrite' does this before gradients are derived, where the write has a "
+        "functional form; the other modes refuse.",
         programs.untracked_fails,
         programs.untracked_repaired,
         _two_with_gradient,
@@ -164,9 +165,9 @@ EXPLANATIONS = (
     Explanation(
         Kind.LAYOUT,
         "nvFuser cannot write this tensor as it lies in memory",
-        "nvFuser stores an updated input at contiguous addresses (NVIDIA/Fuser#5356). If the tensor has gaps, such as "
-        "`buffer[:, :n]` or `x[::2]`, its neighbours in memory are overwritten. This is known only when the program is "
-        "called, and is looked at once for each layout.\n\n"
+        "nvFuser stores an updated input at contiguous addresses (NVIDIA/Fuser#5356). If the tensor has gaps, such "
+        "as `buffer[:, :n]` or `x[::2]`, its neighbours in memory are overwritten. This is known only when the "
+        "program is called, and is looked at once for each layout.\n\n"
         "Pass a dense tensor (a permuted one is dense), or write out of place.",
         programs.layout_fails,
         programs.layout_repaired,
@@ -175,9 +176,10 @@ EXPLANATIONS = (
     Explanation(
         Kind.LEAF,
         "an in-place write to a parameter",
-        "PyTorch eager refuses to update a leaf tensor that requires grad in place, and so does this library: a leaf Variable "
-        "that requires grad is being used in an in-place operation.\n\n"
-        "Update parameters under `torch.no_grad()` in a function of their own, as optimizers do, or compute a new tensor.",
+        "PyTorch eager refuses to update a leaf tensor that requires grad in place, and so does this library: a "
+        "leaf Variable that requires grad is being used in an in-place operation.\n\n"
+        "Update parameters under `torch.no_grad()` in a function of their own, as optimizers do, or compute a new "
+        "tensor.",
         programs.leaf_fails,
         programs.leaf_repaired,
         _two_with_gradient,
@@ -185,9 +187,9 @@ EXPLANATIONS = (
     Explanation(
         Kind.OVERLAP,
         "two arguments overlap in memory, and one of them is written",
-        "nvFuser takes the inputs of a fusion for independent tensors. Where two arguments have a byte in common without "
-        "being the same tensor, a write to one changes the other, which no fusion knows of. Arguments that share a storage "
-        "but no byte of it, and one tensor given twice, are fine.\n\n"
+        "nvFuser takes the inputs of a fusion for independent tensors. Where two arguments have a byte in common "
+        "without being the same tensor, a write to one changes the other, which no fusion knows of. Arguments that "
+        "share a storage but no byte of it, and one tensor given twice, are fine.\n\n"
         "Pass tensors that do not share memory. Modes 'rewrite' and 'fallback' leave these ops to PyTorch.",
         programs.overlap_fails,
         programs.overlap_repaired,
@@ -197,8 +199,8 @@ EXPLANATIONS = (
         Kind.UNCERTAIN,
         "a view or a copy, and only the strides tell",
         "`reshape` and `contiguous` return a view where the strides allow it and a copy where they do not. If the "
-        "memory is written afterwards, the two mean different things, and the trace does not hold strides. PyTorch runs "
-        "these ops, which decides as eager does.\n\n"
+        "memory is written afterwards, the two mean different things, and the trace does not hold strides. PyTorch "
+        "runs these ops, which decides as eager does.\n\n"
         "Say which is meant: `.view(...)` for a view, `.clone()` for a copy.",
         programs.uncertain_fails,
         programs.uncertain_repaired,
@@ -207,9 +209,9 @@ EXPLANATIONS = (
     Explanation(
         Kind.UNDECLARED,
         "an operator whose effects nobody declared",
-        "Thunder's operators say nothing of what they write. This library knows the effects of Thunder's and PyTorch's; an "
-        "operator that you registered may do anything to what it is given, and return views of it. It runs in its place in "
-        "the program, and so does everything that touches its operands.\n\n"
+        "Thunder's operators say nothing of what they write. This library knows the effects of Thunder's and "
+        "PyTorch's; an operator that you registered may do anything to what it is given, and return views of it. It "
+        "runs in its place in the program, and so does everything that touches its operands.\n\n"
         "Keep it away from tensors that should be fused, or write it with operators that are known.",
         programs.undeclared_fails,
         programs.undeclared_repaired,

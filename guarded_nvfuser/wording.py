@@ -93,14 +93,14 @@ _WORDS = {
     ),
     Kind.LAYOUT: Words(
         "nvFuser cannot write the target of `{may}` as it lies in memory",
-        "nvFuser writes an updated input contiguously (NVIDIA/Fuser#5356): its neighbours in memory would be overwritten",
+        "nvFuser writes an updated input contiguously (NVIDIA/Fuser#5356): neighbours in memory would be overwritten",
         "pass a dense tensor, for instance `{name}.contiguous()`",
         Mode.PYTORCH,
     ),
     Kind.LEAF: Words(
         "a leaf Variable that requires grad is being used in an in-place operation: `{may}`",
         "PyTorch eager refuses it too",
-        "update parameters under `torch.no_grad()`",
+        "update parameters under `torch.no_grad()` in a function of their own, or compute a new tensor",
         Mode.NONE,
     ),
     Kind.OVERLAP: Words(
@@ -188,7 +188,7 @@ def words_for(hazard: Hazard) -> Words:
 
 
 def _order_words(hazard: Hazard) -> Words:
-    """A write between regions: the judge says by its states how it may go astray (hazards.py, `land`, `check_shares`)."""
+    """A write between regions: the judge says by its states how it goes astray (hazards.py, land and check_shares)."""
     read, may = hazard.read, hazard.may
     if read is None or may is None:
         return _ELSEWHERE

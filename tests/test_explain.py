@@ -74,7 +74,7 @@ def test_repaired_program_is_not(explanation: Explanation) -> None:
 @CASES
 @pytest.mark.parametrize("mode", ["rewrite", "fallback"])
 def test_modes_that_a_message_names_run_the_failing_program(explanation: Explanation, mode: str) -> None:
-    """Where the help names a mode, this mode gives what eager gives; where it names none, the mode refuses or is right."""
+    """Where the help names a mode, this mode gives what eager gives; a mode that it does not name may refuse."""
     named = mode in words_for(Hazard(explanation.kind, 0, "x")).mode.value
     jitted = compiled(explanation.fails, mode, explanation.options)
     with warnings.catch_warnings():
@@ -89,7 +89,7 @@ def test_modes_that_a_message_names_run_the_failing_program(explanation: Explana
 
 @CASES
 def test_page_shows_both_programs(explanation: Explanation, capsys: pytest.CaptureFixture) -> None:
-    """Code and title first, both programs as they are run, the options that they are run with; small letters work too."""
+    """Code and title first, both programs as they are run, and their options; small letters work too."""
     assert main(["explain", explanation.kind.value.lower()]) == 0
     page = capsys.readouterr().out
     assert page.startswith(f"{explanation.kind.value}: {explanation.title}\n")
