@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from guarded_nvfuser.contract import Rule
+from guarded_nvfuser.effects import leaves
 from guarded_nvfuser.hazards import Hazard, Kind
 from guarded_nvfuser.states import key_of
 
@@ -192,8 +193,8 @@ def _order_words(hazard: Hazard) -> Words:
     read, may = hazard.read, hazard.may
     if read is None or may is None:
         return _ELSEWHERE
+    if not any(effects.writes for _, effects in leaves(read)):
+        return _MISTAKEN
     if hazard.must is not None and hazard.must.state == may.state:
         return _TWICE
-    if key_of(read) == key_of(may.bsym):
-        return _ELSEWHERE
-    return _WORDS[Kind.WAW] if "copy_" in read.sym.name else _MISTAKEN
+    return _ELSEWHERE if key_of(read) == key_of(may.bsym) else _WORDS[Kind.WAW]

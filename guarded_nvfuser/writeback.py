@@ -19,6 +19,7 @@ from thunder.core.trace import TraceCtx, from_trace
 
 from guarded_nvfuser.contract import Rules
 from guarded_nvfuser.effects import leaves, prim_id, tensors
+from guarded_nvfuser.fuel import Fuel
 from guarded_nvfuser.hazards import execution_order, is_region
 from guarded_nvfuser.renaming import renamed
 from guarded_nvfuser.states import Program, analyse
@@ -144,7 +145,9 @@ def _is_write_back(program: Program, bsym: BoundSymbol) -> bool:
     return program.tensor_of[tensors(bsym.flat_args)[1].name] in whole
 
 
-def put_back(program: Program, fused: TraceCtx, tail: Tail, *, elide: bool, rules: Rules) -> TraceCtx:
+def put_back(
+    program: Program, fused: TraceCtx, tail: Tail, *, elide: bool, rules: Rules, fuel: Fuel | None = None
+) -> TraceCtx:
     """Put the write-backs into a trace with regions: into the region that makes the value, or behind everything.
 
     Args:
@@ -153,18 +156,19 @@ def put_back(program: Program, fused: TraceCtx, tail: Tail, *, elide: bool, rule
         tail: what `peel` took off.
         elide: whether write-backs may join regions.
         rules: what the contract allows.
+        fuel: decides which of those that may join are let to; None: all.
 
     Returns:
         The trace that writes every changed input once and returns it by the write's result.
     """
     if not tail.backs:
         return fused
-    return _Placing(program, fused, tail, rules).run(elide)
+    return _Placing(program, fused, tail, rules, fuel or Fuel(None)).run(elide)
 
 
 class _Placing:
-    def __init__(self, program: Program, fused: TraceCtx, tail: Tail, rules: Rules) -> None:
-        self.program, self.fused, self.tail, self.rules = program, fused, tail, rules
+    def __init__(self, program: Program, fused: TraceCtx, tail: Tail, rules: Rules, fuel: Fuel) -> None:
+        self.program, self.fused, self.tail, self.rules, self.fuel = program, fused, tail, rules, fuel
         self.backs = tail.backs
         self.bsyms = list(fused.bound_symbols)
         flat = self.bsyms[-1].args[0]["flat_args"]
@@ -174,7 +178,8 @@ class _Placing:
     def run(self, elide: bool) -> TraceCtx:
         if elide:
             for position, backs in self.candidates().items():
-                self.join(position, backs)
+                name = self.bsyms[position].sym.name
+                self.join(position, [back for back in backs if self.fuel.may_elide(back.copy, name)])
         placed = from_trace(self.fused)
         end = forward_end(self.bsyms)
         rest = [self.bound(back) for back in self.backs if back.result.name not in self.joined]
