@@ -10,6 +10,7 @@ from __future__ import annotations
 from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import dce
+from thunder.core.update_aliases import insert_alias_updates
 from thunder.distributed.transforms.ddp import apply_bucketing_to_grad_allreduce
 from thunder.distributed.utils import maybe_sort_waits
 from thunder.executors.passes import _transform_for_operator_executor_execution
@@ -29,6 +30,18 @@ def before_gradients(program: Program) -> TraceCtx:
     """
     _, stats = _compile_data.get()
     return next(trace for trace in reversed(stats.last_traces) if not is_joint(trace))
+
+
+def with_aliases(trace: TraceCtx) -> TraceCtx:
+    """Name every state of a tensor, as Thunder's autograd needs it; mode "rewrite" leaves that out until it gives up.
+
+    Args:
+        trace: a computation trace without gradients.
+
+    Returns:
+        The trace with Thunder's `update_aliases` (thunder/core/update_aliases.py).
+    """
+    return insert_alias_updates(trace, [])
 
 
 def with_gradients(trace: TraceCtx) -> TraceCtx:

@@ -13,9 +13,8 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
-from thunder.core.transform_common import NON_FUNCTIONAL_OPS
 
-from guarded_nvfuser.effects import FACTORY_PRIMS, leaves, prim_id, tensors
+from guarded_nvfuser.effects import FACTORY_PRIMS, is_random, leaves, prim_id, tensors
 from guarded_nvfuser.hazards import is_region
 from guarded_nvfuser.states import Program, key_of
 
@@ -94,7 +93,7 @@ class _Merge:
 
     def mergeable(self, bsym: BoundSymbol) -> bool:
         program = self.program
-        if bsym.sym.id in NON_FUNCTIONAL_OPS or prim_id(bsym) in FACTORY_PRIMS - {PrimIDs.FULL, PrimIDs.IOTA}:
+        if is_random(bsym) or prim_id(bsym) in FACTORY_PRIMS - {PrimIDs.FULL, PrimIDs.IOTA}:
             return False
         outs = tensors(bsym.flat_outs)
         if not outs or bsym.sym.python_impl is not None or prim_id(bsym) in (PrimIDs.GET_GRAD, PrimIDs.UPDATE_ALIASES):

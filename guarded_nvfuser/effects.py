@@ -15,6 +15,7 @@ import torch
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
+from thunder.core.transform_common import NON_FUNCTIONAL_OPS
 
 from guarded_nvfuser.torch_ops import PARTIAL_WRITE_NAMES
 
@@ -93,6 +94,9 @@ FACTORY_PRIMS = frozenset(
         "GET_AND_UPDATE_RNG_STATE",
     ]
 )
+RANDOM_PRIMS = FACTORY_PRIMS - {PrimIDs.FULL, PrimIDs.IOTA, PrimIDs.EMPTY, PrimIDs.TENSOR_FROM_SEQUENCE} | {
+    PrimIDs.MULTINOMIAL
+}
 _OTHER_PURE = """CLONE CAT FLIP STRIDE_ORDER FREXP AMAX AMIN PROD SUM VAR VAR_MEAN STD ARGMAX ARGMIN TOPK SORT GATHER
 SCATTER INDEX_ADD INDEX_COPY INDEX_PUT SCATTER_ADD TAKE TAKE_ALONG_AXIS COPY_WITH_SETITEM MATMUL _GROUPED_MM CONVOLUTION
 EMBEDDING EMBEDDING_BACKWARD LINEAR PAD ITEM MULTINOMIAL PY_ABS PY_FLOORDIV"""
@@ -121,17 +125,36 @@ _TORCHEX_ALIASES = {
     "torch_nll_loss_backward_impl": PrimIDs.GATHER,
     "torch.ops.aten.log_sigmoid_backward": PrimIDs.MUL,
     "torch.ops.aten.embedding_backward": PrimIDs.EMBEDDING_BACKWARD,
+    "torch.ops.aten._adaptive_avg_pool2d_backward": PrimIDs.GATHER,
+    "multinomial_helper": PrimIDs.MULTINOMIAL,
 }
 # PyTorch returns the argument itself in some calls of these, whatever the decomposition says.
 _MAYBE_SELF_NAMES = frozenset(
     (
         "contiguous to flatten reshape reshape_as ravel dropout alpha_dropout feature_dropout "
-        "feature_alpha_dropout dropout1d dropout2d dropout3d native_dropout broadcast_tensors meshgrid"
+        "feature_alpha_dropout dropout1d dropout2d dropout3d native_dropout broadcast_tensors meshgrid "
+        "align_as cartesian_prod conj_physical resize resize_as to_dense "
+        "unsafe_chunk unsafe_split unsafe_split_with_sizes"
     ).split()
 )
+# Functions that PyTorch composes in Python, so that no schema speaks of them: they compute results of their own.
+_COMPOSITE_NAMES = frozenset(
+    (
+        "adaptive_avg_pool2d_backward adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices "
+        "adaptive_max_pool3d_with_indices affine_grid fold fractional_max_pool2d_with_indices "
+        "fractional_max_pool3d_with_indices gaussian_nll_loss grid_sample gumbel_softmax interpolate "
+        "local_response_norm log_softmax_backward logsigmoid lp_pool1d lp_pool2d lp_pool3d max_unpool1d "
+        "multilabel_soft_margin_loss new_tensor softsign tanhshrink triplet_margin_with_distance_loss unique "
+        "unravel_index"
+    ).split()
+)
+# Torch ops that Thunder keeps whole until an executor claims them (thunder/torch/__init__.py, is_prim=True).
+_WHOLE_MODULES = frozenset(("thunder.torch", "torch", "torch.nn.functional", "Tensor"))
+_RANDOM_COMPOSITES = frozenset("dropout1d dropout2d dropout3d gumbel_softmax".split())
 _CONVERSION_NAMES = frozenset("bfloat16 bool byte cdouble cfloat chalf char double float half int long short".split())
+_SCHEMA_NAMES = {("torch.nn.functional", "unfold"): "im2col", ("torch.nn.functional", "fold"): "col2im"}
 _SCHEMA_PREFIXES = ("", "special_", "linalg_", "fft_")  # torch.special.i1 is aten::special_i1
-_HIDDEN_VIEW_NAMES = frozenset(("contiguous", "diagonal"))
+_HIDDEN_VIEW_NAMES = frozenset(("contiguous", "diagonal", "einsum"))
 # They update statistics that their schemas do not mark as written (torch/_refs,
 # aten/src/ATen/native/Normalization.cpp).
 _SILENT_WRITERS = frozenset(
@@ -192,7 +215,31 @@ def is_hidden_view(bsym: BoundSymbol) -> bool:
 
     nvFuser would give its result memory of its own (tests/test_effects.py::test_thunders_views_are_views).
     """
-    return bsym.sym.name in _HIDDEN_VIEW_NAMES and bool(tensors(bsym.flat_args))
+    operands = tensors(bsym.flat_args)
+    if bsym.sym.name not in _HIDDEN_VIEW_NAMES or not operands:
+        return False
+    if bsym.sym.name != "einsum":
+        return True
+    computed = any(found.reads for part in bsym.subsymbols for _, found in leaves(part))
+    return computed and len(operands) == 1  # a diagonal, or a sum
+
+
+def is_random(bsym: BoundSymbol) -> bool:
+    """Whether two calls of an op with equal operands may differ, by what PyTorch's own operators say
+    (test: tests/test_cse.py::test_random_numbers_are_drawn_twice).
+    """
+    if bsym.sym.id in NON_FUNCTIONAL_OPS or prim_id(bsym) in RANDOM_PRIMS:
+        return True
+    if bsym.sym.name in _RANDOM_COMPOSITES or prim_id(bsym) is None and _draws(bsym.sym.name):
+        return True
+    return any(is_random(part) for part in bsym.subsymbols)
+
+
+@lru_cache(maxsize=4096)
+def _draws(name: str) -> bool:
+    overloads = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    tags = [getattr(overloads, overload).tags for overload in overloads.overloads()] if overloads else []
+    return any(torch.Tag.nondeterministic_seeded in each for each in tags)
 
 
 def _declared(bsym: BoundSymbol) -> Effects | None:
@@ -200,14 +247,31 @@ def _declared(bsym: BoundSymbol) -> Effects | None:
     prim = prim_id(bsym)
     if prim is not None:
         return _of_prim(prim, bsym)
-    if bsym.subsymbols or bsym.sym.executor is None:
+    if bsym.subsymbols and not _claimed_whole(bsym):
         return None
+    if bsym.sym.executor is None:
+        return _of_torch_op(bsym) if _is_whole(bsym) else None
     if bsym.sym.name in PARTIAL_WRITE_NAMES:
         target, *reads = tensors(bsym.flat_args)
         return Effects(tuple(reads), (target,), tuple((out, target) for out in tensors(bsym.flat_outs)))
     if str(bsym.sym.executor.name) in _FUNCTIONAL_EXECUTORS:
         return Effects(reads=tensors(bsym.flat_args))
     return _of_torch_op(bsym) if bsym.sym.executor.name == "torch" else None
+
+
+def _claimed_whole(bsym: BoundSymbol) -> bool:
+    """An op that PyTorch's executor claimed, whose one part is the op itself."""
+    return (
+        bsym.sym.executor is not None
+        and len(bsym.subsymbols) == 1
+        and bsym.subsymbols[0].sym.name == bsym.sym.name
+        and not bsym.subsymbols[0].subsymbols
+    )
+
+
+def _is_whole(bsym: BoundSymbol) -> bool:
+    module = getattr(bsym.sym.module, "__name__", "")
+    return bsym.sym.is_prim and not isinstance(bsym.sym.id, PrimIDs) and module in _WHOLE_MODULES
 
 
 def _of_prim(prim: PrimIDs, bsym: BoundSymbol) -> Effects | None:
@@ -243,7 +307,9 @@ def _of_torch_op(bsym: BoundSymbol) -> Effects | None:
         return _of_conversion(tensors(bsym.flat_args), tensors(bsym.flat_outs))
     if name.endswith("_vjp") or name in _MAYBE_SELF_NAMES:
         return Effects(reads=tensors(bsym.flat_args), shares=_everything_shared(bsym))
-    declared = schema_effects(name)
+    if name in _COMPOSITE_NAMES:
+        return Effects(reads=tensors(bsym.flat_args))
+    declared = schema_effects(_SCHEMA_NAMES.get((getattr(bsym.sym.module, "__name__", ""), name), name))
     if declared is None or declared == "writes":
         return None
     shares = _everything_shared(bsym) if declared == "shares" else ()

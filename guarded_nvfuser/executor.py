@@ -19,14 +19,15 @@ from thunder.extend import ImplInfo
 
 from guarded_nvfuser import loading, lowering
 from guarded_nvfuser.arguments import current_sharing
-from guarded_nvfuser.autograd import before_gradients, with_gradients
+from guarded_nvfuser.autograd import before_gradients, with_aliases, with_gradients
 from guarded_nvfuser.casts import remove_lossless_casts
 from guarded_nvfuser.comments import commented
+from guarded_nvfuser.copies import with_copies
 from guarded_nvfuser.cse import merge_common
 from guarded_nvfuser.definition import guarded_wrapper
-from guarded_nvfuser.effects import tensors
+from guarded_nvfuser.effects import is_hidden_view, tensors
 from guarded_nvfuser.errors import HazardError, HazardWarning, layout_error, reasons
-from guarded_nvfuser.hazards import Hazard, is_region, judge, overlap_hazards, program_hazards
+from guarded_nvfuser.hazards import Hazard, is_region, judge, lost_views, overlap_hazards, program_hazards, refusals
 from guarded_nvfuser.interpreter import InterpretedRegion
 from guarded_nvfuser.options import (
     OnHazard,
@@ -38,7 +39,7 @@ from guarded_nvfuser.options import (
 )
 from guarded_nvfuser.prepare import in_program_order, without_dead_writes
 from guarded_nvfuser.regions import form, touches, without_dead_ops
-from guarded_nvfuser.results import exposed_views, in_doubt, keep_updates, separate_results, settle
+from guarded_nvfuser.results import draws_whole, exposed_views, in_doubt, keep_updates, separate_results, settle
 from guarded_nvfuser.rewrite import Rewritten, rewrite
 from guarded_nvfuser.states import Program, analyse, writes_anything
 from guarded_nvfuser.verdict import Verdict, record
@@ -139,7 +140,7 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             ValueError: an unknown mode, or the stock executor beside this one.
         """
         _refuse_stock_beside()
-        started = time.perf_counter()
+        started, trace = time.perf_counter(), with_copies(trace)
         mode = current_on_hazard(self._on_hazard)
         if not writes_anything(trace):
             return self._without_writes(trace)
@@ -148,8 +149,12 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
     def _guarded(self, trace: TraceCtx, mode: OnHazard) -> _Decided:
         """The program as it is fused, its trace with fusions, and the verdict."""
         program = analyse(trace, current_sharing().overlapping_names)
+        if refused := (*refusals(program), *_lost(program)):
+            raise HazardError(refused)
         if mode is OnHazard.REWRITE and (rewritten := self._rewrite(program)) is not None:
             return rewritten
+        if mode is OnHazard.REWRITE and program.joint:
+            program = analyse(with_gradients(with_aliases(before_gradients(program))), program.overlaps)
         if beyond_repair := program_hazards(program):
             raise HazardError(beyond_repair)
         program = without_dead_writes(program)
@@ -167,16 +172,15 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
 
     def _rewrite(self, program: Program) -> _Decided | None:
         """The program without mutation; None where that leaves a hazard, so that the program must fall back."""
-        source = analyse(before_gradients(program), program.overlaps) if program.joint else program
+        source = analyse(with_copies(before_gradients(program)), program.overlaps) if program.joint else program
         barred = frozenset(name for pair in program.overlaps for name in pair)
         left = list(overlap_hazards(source))
         while True:
             rewritten = rewrite(source, barred, tracked=program.joint)
             full = self._derived(rewritten, program)
-            if beyond_repair := program_hazards(full):
-                raise HazardError(beyond_repair)
-            fused = self._form_rewritten(full, rewritten.left)
-            hazards = judge(full, fused, allowed_rules())
+            if program_hazards(full):
+                return None
+            fused, hazards = self._judged_rewritten(full, rewritten.left)
             if not hazards:
                 left += rewritten.reasons
                 _tell(left)
@@ -197,17 +201,30 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
             program = in_program_order(program, left | stale)
         return analyse(keep_updates(program), program.overlaps)
 
-    def _form_rewritten(self, program: Program, left: frozenset[str]) -> TraceCtx:
+    def _judged_rewritten(self, program: Program, left: frozenset[str]) -> tuple[TraceCtx, tuple[Hazard, ...]]:
+        """Regions over a rewritten program, and their hazards; without rematerialisation if that reads what is
+        overwritten by then (tests/test_autograd.py::test_rewrite_runs_what_fallback_runs).
+        """
+        fused = self._form_rewritten(program, left, rematerialize=True)
+        hazards = judge(program, fused, allowed_rules())
+        if hazards and self._use_rematerialization:
+            fused = self._form_rewritten(program, left, rematerialize=False)
+            hazards = judge(program, fused, allowed_rules())
+        return fused, hazards
+
+    def _form_rewritten(self, program: Program, left: frozenset[str], *, rematerialize: bool) -> TraceCtx:
         peeled, tail = peel(program)
         buffers = frozenset(peeled.buffer_of[name] for name in left if name in peeled.buffer_of)
         views = exposed_views(peeled)
         fused = form(self, peeled, lambda bsym: id(bsym) in views or touches(bsym, buffers, peeled))
-        fused = self._clean_up(peeled, fused)
+        fused = self._clean_up(peeled, fused, rematerialize=rematerialize)
         fused = put_back(program, fused, tail, elide=eliding(), rules=allowed_rules())
         return self._defined(program, fused)
 
     def _without_writes(self, trace: TraceCtx) -> TraceCtx:
         """Nothing is written: only the memory of the results can differ from eager's, and is looked at if in doubt."""
+        if draws_whole(trace):
+            return self._form(analyse(trace), frozenset())
         fused = super().fusion_pass(trace)
         if not in_doubt(trace, fused):
             return fused
@@ -256,9 +273,9 @@ class GuardedNvFuserExecutor(InterpretableNvFuserExecutor):
         defined = impl.update_fusion_call_ctx(without_dead_ops(fused) if program.joint else fused)
         return self._with_eager_results(program, defined)
 
-    def _clean_up(self, program: Program, fused: TraceCtx) -> TraceCtx:
+    def _clean_up(self, program: Program, fused: TraceCtx, *, rematerialize: bool = True) -> TraceCtx:
         """Thunder's passes over a trace with fusions, up to the final definition, with this library's CSE."""
-        if self._use_rematerialization:
+        if self._use_rematerialization and rematerialize:
             fused = impl.rematerialize(fused)
         return without_dead_ops(merge_common(program, remove_lossless_casts(fused)))
 
@@ -298,6 +315,15 @@ class _Decided:
     program: Program
     fused: TraceCtx
     verdict: Verdict
+
+
+def _lost(program: Program) -> tuple[Hazard, ...]:
+    """Writes through views that Thunder decomposes into computations, where nobody runs them as a whole."""
+    trace = before_gradients(program) if program.joint else program.trace
+    names = {"einsum", "diagonal"} if program.joint else {"einsum"}
+    if not any(bsym.sym.name in names and is_hidden_view(bsym) for bsym in trace.bound_symbols):
+        return ()
+    return lost_views(analyse(trace, program.overlaps), names)
 
 
 def _refuse_stock_beside() -> None:

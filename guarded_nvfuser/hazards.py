@@ -7,6 +7,7 @@ means.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -19,9 +20,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from guarded_nvfuser.contract import ALL_RULES, Body, Rule, Rules, Violation
-from guarded_nvfuser.effects import Effects, leaves, tensors
+from guarded_nvfuser.effects import Effects, is_hidden_view, leaves, tensors
 from guarded_nvfuser.moved import moved_results
-from guarded_nvfuser.states import Entry, Program, Write, is_joint, key_of, returned
+from guarded_nvfuser.states import Entry, Program, UntrackedRead, Write, is_joint, key_of, returned
 from guarded_nvfuser.values import Values
 from guarded_nvfuser.violations import violations
 
@@ -87,23 +88,52 @@ def judge(program: Program, fused: TraceCtx, rules: Rules = ALL_RULES) -> tuple[
     return _Judge(program, rules).run(fused)
 
 
-def program_hazards(program: Program) -> tuple[Hazard, ...]:
-    """Hazards of a program itself, in any order of execution: what Thunder's autograd derived wrongly, and eager's
-    refusals.
+def refusals(program: Program) -> tuple[Hazard, ...]:
+    """What no mode can run: writes that eager refuses too, and gradients that Thunder cannot express.
 
-    Thunder derives gradients before it fuses, by proxies: a write through a view, or a tensor read by an old name with
-    `skip_inplace_alias_updates`, is missing from them (tests/test_autograd.py).
+    Args:
+        program: the program as Thunder traced it, before anything is rewritten.
     """
-    found = [
+    leaf = [
         Hazard(Kind.LEAF, write.buffer, write.target, None, None, write)
         for writes in program.writes.values()
         for write in writes
         if write.bsym.kwargs.get("grad_enabled") and write.buffer in program.grad_inputs
     ]
-    found += [
-        Hazard(Kind.UNTRACKED, read.write.buffer, read.name, read.bsym, read.write, read.write)
-        for read in program.untracked
-    ]
+    return (*leaf, *(_untracked(read) for read in program.detached))
+
+
+def lost_views(program: Program, names: Collection[str]) -> tuple[Hazard, ...]:
+    """Writes of memory that eager sees through a view, and that Thunder's decomposition of it does not share.
+
+    Args:
+        program: a program without gradients (with them, names are gone).
+        names: the ops that make such views: "diagonal" (tests/test_autograd.py::
+            test_writes_through_diagonals_are_right_or_refused) or "einsum" (tests/test_effects.py::
+            test_writes_through_such_views_are_eagers).
+    """
+    found = []
+    for bsym in program.trace.bound_symbols:
+        if bsym.sym.name not in names or not is_hidden_view(bsym):
+            continue
+        out = tensors(bsym.flat_outs)[0].name
+        writes = program.writes.get(program.buffer_of[out])
+        if writes:
+            found.append(Hazard(Kind.UNTRACKED, program.buffer_of[out], out, bsym, writes[0], writes[0]))
+    return tuple(found)
+
+
+def _untracked(read: UntrackedRead) -> Hazard:
+    return Hazard(Kind.UNTRACKED, read.write.buffer, read.name, read.bsym, read.write, read.write)
+
+
+def program_hazards(program: Program) -> tuple[Hazard, ...]:
+    """Hazards of a program itself, in any order of execution: what Thunder's autograd derived wrongly.
+
+    Thunder derives gradients before it fuses, by proxies: a write through a view, or a tensor read by an old name with
+    `skip_inplace_alias_updates`, is missing from them (tests/test_autograd.py).
+    """
+    found = [_untracked(read) for read in program.untracked]
     for save in program.ambiguous_saves:
         buffer = program.buffer_of[save.name]
         write = program.writes[buffer][save.state]

@@ -171,7 +171,7 @@ class _Renaming:
                     source = self.current(name)[0]
                     copy = TensorProxy(like=source)
                     self.add(prims.clone.bind(source, output=copy), bsym)
-                    held = more.get(target.name) or swap.get(target.name) or self.program.proxies[target.name]
+                    held = {**self.program.proxies, **swap, **more}[target.name]
                     more[target.name], self.saved[name] = self.alias((held, copy), bsym)
         return more
 

@@ -15,9 +15,10 @@ from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.pytree import tree_flatten, tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.core.transform_common import NON_FUNCTIONAL_OPS
 
 from guarded_nvfuser.contract import body_of
-from guarded_nvfuser.effects import is_hidden_view, prim_id, tensors
+from guarded_nvfuser.effects import is_hidden_view, is_random, prim_id, tensors
 from guarded_nvfuser.hazards import is_region
 from guarded_nvfuser.moved import moved_from, moved_results
 from guarded_nvfuser.regions import Region, results_of_updates
@@ -40,6 +41,14 @@ def in_doubt(trace: TraceCtx, fused: TraceCtx) -> bool:
         if any(moved_from(producer[name], producer) is not None for name in outs):
             return True
     return False
+
+
+def draws_whole(trace: TraceCtx) -> bool:
+    """Whether a trace holds a random op that Thunder's CSE does not know for one."""
+    return any(
+        bsym.sym.executor is not None and bsym.sym.id not in NON_FUNCTIONAL_OPS and is_random(bsym)
+        for bsym in trace.bound_symbols
+    )
 
 
 def settle(executor, program: Program, fused: TraceCtx) -> TraceCtx:

@@ -290,6 +290,9 @@ class _Rewriter:
             self.write_part(store, lambda: self.bind_partial(part, self.memory_of(name)))
         else:
             value = self.read(source.name) if self.known(source.name) else source
+            if bsym.kwargs.get("grad_enabled") is False and source.name in self.program.tracked and self.tracked:
+                value = prims.clone(value)  # no gradient flows through a copy made under no_grad
+                value.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
             if not self.known(source.name) and self.program.buffer_of.get(source.name) in self.program.writes:
                 value = prims.clone(value)  # memory that is left and may change before this value is written back
             if tuple(value.shape) != tuple(target.shape):  # Thunder lets a 0-d CPU tensor be copied into any shape

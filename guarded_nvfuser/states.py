@@ -89,6 +89,8 @@ class Program:
         proxies: a proxy for every name; `arguments`: the trace's own; `overlaps`: pairs of them that overlap in memory.
         tracked: names that depend on an input that requires grad.
         stale_saves, ambiguous_saves, untracked: what autograd would get wrong (joint traces only).
+        detached: reads of a tensor with a history after a write under no_grad, which Thunder's autograd takes for a new
+            tensor and eager for the old one (tests/test_autograd.py::test_no_grad_blocks_inside).
     """
 
     trace: TraceCtx
@@ -107,6 +109,7 @@ class Program:
     stale_saves: list[StaleSave] = field(default_factory=list)
     ambiguous_saves: list[StaleSave] = field(default_factory=list)
     untracked: list[UntrackedRead] = field(default_factory=list)
+    detached: list[UntrackedRead] = field(default_factory=list)
     joint: bool = False
     overlaps: tuple[tuple[str, str], ...] = ()
     arguments: tuple[str, ...] = ()
@@ -233,7 +236,10 @@ class _Walk:
         self.believed: dict[str, int] = {proxy.name: 0 for proxy in inputs}  # the state autograd takes a name for
         self.tracked = program.tracked
         self.tracked.update(proxy.name for proxy in inputs if proxy.requires_grad)
+        self.tracked_buffers = set(program.grad_inputs)
+        self.detached: dict[int, Write] = {}
         self.backward_reads: list[tuple[Entry, str]] = []
+        self.backward_views: dict[str, str] = {}  # views that the backward makes, by what they show
         self.backward_names = {
             out.name
             for bsym in program.trace.bound_symbols
@@ -249,6 +255,8 @@ class _Walk:
             for name in program.results:
                 self.check_tracked(program.trace.bound_symbols[-1], name)
                 self.check_connected(name)
+                if program.tensor_of[name] not in {program.tensor_of[argument] for argument in program.arguments}:
+                    self.check_attached(program.trace.bound_symbols[-1], name)
             for entry, name in self.backward_reads:
                 self.settle_save(entry, name)
 
@@ -275,6 +283,8 @@ class _Walk:
         for out in tensors(bsym.flat_outs):
             program.bound.setdefault(out.name, self.now(out.name))
         self.follow(bsym, effects)
+        if backward and not effects.writes:
+            self.backward_views.update((out.name, source.name) for out, source in effects.shares)
         program.entries.setdefault(key_of(bsym), entry)
 
     def read(self, entry: Entry, name: str) -> None:
@@ -283,11 +293,15 @@ class _Walk:
         elif self.program.joint:
             self.saved.setdefault(name, set()).add(self.now(name))
             self.check_tracked(entry.bsym, name)
+            if any(ProxyTag.DETACHED_AUTOGRAD_GRAPH not in out.tags for out in tensors(entry.bsym.flat_outs)):
+                self.check_attached(entry.bsym, name)
 
     def write(self, bsym: BoundSymbol, target: str, opaque: bool, backward: bool) -> None:
         buffer = self.program.buffer_of[target]
         self.state[buffer] = state = self.state.get(buffer, 0) + 1
         self.program.writes.setdefault(buffer, []).append(Write(bsym, target, buffer, state, backward))
+        if bsym.kwargs.get("grad_enabled") is False and buffer in self.tracked_buffers and self.program.joint:
+            self.detached[buffer] = self.program.writes[buffer][-1]
         if opaque:
             self.believed.update(dict.fromkeys(self.program.names[buffer], state))
 
@@ -304,6 +318,12 @@ class _Walk:
                 self.believed[out.name] = self.now(out.name)
             if tracked and is_inexact_dtype(out.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in out.tags:
                 self.tracked.add(out.name)
+                self.tracked_buffers.add(self.program.buffer_of[out.name])
+
+    def check_attached(self, bsym: BoundSymbol, name: str) -> None:
+        write = self.detached.get(self.program.buffer_of[name])
+        if write is not None:
+            self.program.detached.append(UntrackedRead(bsym, name, write))
 
     def check_tracked(self, bsym: BoundSymbol, name: str) -> None:
         """A value that autograd does not know of: written through another name since (tests/test_autograd.py)."""
@@ -326,12 +346,14 @@ class _Walk:
 
     def settle_save(self, entry: Entry, name: str) -> None:
         """Decide which state a backward read means, now that the whole forward has been seen."""
-        program, buffer = self.program, self.program.buffer_of[name]
+        program, buffer, seen = self.program, self.program.buffer_of[name], name
+        while name in self.backward_views:
+            name = self.backward_views[name]
         if name in self.backward_names:
             return
         states = self.saved.get(name) or {program.bound.get(name, 0)}
         state = min(states)
-        entry.sees[name] = state
+        entry.sees[seen] = state
         if len(states) > 1:
             program.ambiguous_saves.append(StaleSave(entry, name, state))
         elif state < program.final(buffer):

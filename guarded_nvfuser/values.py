@@ -6,9 +6,8 @@ from thunder.core import dtypes
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.transform_common import NON_FUNCTIONAL_OPS
 
-from guarded_nvfuser.effects import prim_id, tensors
+from guarded_nvfuser.effects import is_random, prim_id, tensors
 from guarded_nvfuser.states import Entry, Program
 
 
@@ -81,7 +80,7 @@ class Values:
     def _enter(self, entry: Entry) -> None:
         bsym, outs = entry.bsym, tensors(entry.bsym.flat_outs)
         self._producer.update((out.name, entry) for out in outs)
-        if bsym.sym.id in NON_FUNCTIONAL_OPS:
+        if is_random(bsym):
             return
         if prim_id(bsym) is PrimIDs.COPY_:  # the target holds what was copied into it
             source = self._of(entry.args[0], entry.sees[entry.args[0]])

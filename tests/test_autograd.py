@@ -142,11 +142,6 @@ VIEWS = [
     "x[:, ::2] = w[:, ::2]; return x * x",
     "x.t().mul_(w.t()); return x.sin()",
 ]
-LOST_DIAGONAL = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="in a joint trace Thunder decomposes diagonal into a gather, and a write through it is lost unnoticed",
-)
 DIAGONALS = [
     "h = w * 1.5; h.diagonal().mul_(3); return h * h",
     "h = w * 1.5; d = h.diagonal(); d.zero_(); return h.sum()",
@@ -154,16 +149,22 @@ DIAGONALS = [
 ]
 
 
-@pytest.mark.parametrize("body", [*VIEWS, *(pytest.param(body, marks=LOST_DIAGONAL) for body in DIAGONALS)])
+@pytest.mark.parametrize("body", VIEWS)
 def test_writes_through_views(body: str) -> None:
     """In mode rewrite the gradient of a write through a view reaches the base and what was written."""
     check(body)
 
 
-@pytest.mark.parametrize("body", [*VIEWS, *(pytest.param(body, marks=LOST_DIAGONAL) for body in DIAGONALS)])
+@pytest.mark.parametrize("body", VIEWS)
 def test_writes_through_views_are_right_or_refused(body: str) -> None:
     """Thunder's autograd cannot follow them: the other modes say so instead of giving a gradient without the write."""
     check(body, modes=("raise", "fallback"), refuse=True)
+
+
+@pytest.mark.parametrize("body", DIAGONALS)
+def test_writes_through_diagonals_are_right_or_refused(body: str) -> None:
+    """Thunder decomposes a diagonal into a gather, through which it derives no gradient of a write."""
+    check(body, modes=MODES, refuse=True)
 
 
 MAYBE_VIEWS = [
@@ -180,10 +181,6 @@ def test_writes_through_maybe_views_are_right_or_refused(body: str) -> None:
     check(body, modes=MODES, refuse=True)
 
 
-REFUSED_TOO_EARLY = "mode rewrite refuses what it cannot derive, before it tries what mode fallback runs right"
-
-
-@pytest.mark.xfail(strict=True, raises=HazardError, reason=REFUSED_TOO_EARLY)
 @pytest.mark.parametrize(
     "body",
     [
@@ -219,8 +216,6 @@ OVERWRITTEN = [
 ]
 
 
-SAVED_VIEW = "backward makes a view of what the forward overwrote, and no read of the old values is seen in it"
-TRUTH = "preparing a save asks a proxy for its truth value"
 # the same, where backward reads a view that it makes itself
 THROUGH_VIEWS = [
     ("y = w @ x.t(); x.zero_(); return y", "return w @ x.t()"),
@@ -230,21 +225,8 @@ THROUGH_VIEWS = [
 ]
 
 
-def overwritten() -> list:
-    """Programs in every mode, marked where one is known to fail."""
-    found = []
-    for body, twin in (*OVERWRITTEN, *THROUGH_VIEWS):
-        for mode in MODES:
-            marks = []
-            if (body, twin) in THROUGH_VIEWS and (mode != "rewrite" or "h =" not in body):
-                marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=SAVED_VIEW)]
-            elif mode == "fallback" and "z = h * h" in body:
-                marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=TRUTH)]
-            found.append(pytest.param(body, twin, mode, id=f"{mode}-{body}", marks=marks))
-    return found
-
-
-@pytest.mark.parametrize("body, twin, mode", overwritten())
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("body, twin", [*OVERWRITTEN, *THROUGH_VIEWS])
 def test_a_tensor_saved_and_overwritten(body: str, twin: str, mode: str) -> None:
     """Eager refuses the backward; a compiled program gives the gradient of the saved values, or refuses too."""
     fn, meant = program(body), program(twin)
@@ -305,12 +287,7 @@ LEAVES = [
     "w.view(24).mul_(2); return w * x",
     "w.t().add_(1); return w",
 ]
-LEAF_WRITTEN = pytest.mark.xfail(
-    strict=True, reason="mode rewrite drops what tells a write under no_grad from one that eager refuses, and writes"
-)
-
-
-@pytest.mark.parametrize("mode", [pytest.param("rewrite", marks=LEAF_WRITTEN), "raise", "fallback"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("body", LEAVES)
 def test_in_place_on_a_leaf_raises_as_in_eager(body: str, mode: str) -> None:
     """A parameter cannot be written in place outside no_grad; nothing is written then."""
@@ -341,18 +318,6 @@ def test_an_optimizer_step_under_no_grad(mode: str) -> None:
     for arg, twin in zip(args, twins):
         assert torch.allclose(arg, twin)
         assert (arg.is_leaf, arg.requires_grad) == (twin.is_leaf, twin.requires_grad)
-
-
-NO_GRAD_VALUE = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="what a no_grad block wrote to a parameter counts as detached: gradients through later reads are missing",
-)
-NO_GRAD_SOURCE = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a value that a no_grad block copied is forwarded as the parameter itself: its gradient is added",
-)
 
 
 def parameter_scaled_inside(x, w, m):
@@ -391,9 +356,9 @@ def average_kept_inside(x, w, m):
     [
         buffer_scaled_inside,
         average_kept_inside,
-        pytest.param(parameter_scaled_inside, marks=NO_GRAD_VALUE),
-        pytest.param(intermediate_scaled_inside, marks=NO_GRAD_VALUE),
-        pytest.param(parameter_copied_inside, marks=NO_GRAD_SOURCE),
+        parameter_scaled_inside,
+        intermediate_scaled_inside,
+        parameter_copied_inside,
     ],
 )
 def test_no_grad_blocks_inside(fn: Callable) -> None:
@@ -407,8 +372,8 @@ def test_no_grad_blocks_inside(fn: Callable) -> None:
         buffer_scaled_inside,
         average_kept_inside,
         parameter_copied_inside,
-        pytest.param(parameter_scaled_inside, marks=NO_GRAD_VALUE),
-        pytest.param(intermediate_scaled_inside, marks=NO_GRAD_VALUE),
+        parameter_scaled_inside,
+        intermediate_scaled_inside,
     ],
 )
 def test_no_grad_blocks_inside_are_right_or_refused(fn: Callable) -> None:

@@ -199,14 +199,12 @@ RANDOM: dict[str, Callable] = {
     "randn": lambda x: torch.randn(1000),
     "randn_like": torch.randn_like,
 }
-_MERGED = ("alpha_dropout", "dropout2d", "multinomial", "poisson", "randint", "randn", "randn_like")
-_MERGED_BUG = pytest.mark.xfail(strict=True, reason="two draws are taken for one value and merged")
 
 
 @pytest.mark.parametrize("pure", [True, False], ids=["pure", "writes"])
 @pytest.mark.parametrize(
     "draw",
-    [pytest.param(draw, id=name, marks=[_MERGED_BUG] if name in _MERGED else []) for name, draw in RANDOM.items()],
+    [pytest.param(draw, id=name) for name, draw in RANDOM.items()],
 )
 def test_random_numbers_are_drawn_twice(draw: Callable, pure: bool) -> None:
     def twice(x, y):

@@ -21,6 +21,7 @@ from thunder.executors import torchex
 from torch.utils._pytree import tree_flatten
 
 from guarded_nvfuser import effects, guarded_nvfuser_ex
+from guarded_nvfuser.copies import with_copies
 from guarded_nvfuser.effects import is_hidden_view, leaves, prim_id, schema_effects
 from guarded_nvfuser.errors import HazardError
 from guarded_nvfuser.interpreter import eager
@@ -322,7 +323,6 @@ VIEWS: dict[str, Op] = {
     "transpose": lambda x: (x.transpose(0, 1), x.transpose(0, 0), x.T, x.mT),
     "unbind": lambda x: x.unbind(1),
     "unflatten": lambda x: x.unflatten(1, (2, 2)),
-    "unfold": lambda x: F.unfold(x[None, None], 2),
     "unsqueeze": lambda x: x.unsqueeze(0),
     "view": lambda x: (x.view(16), x.view(4, 4), x.view([2, 8])),
     "view_as": lambda x: x.view_as(torch.zeros(16)),
@@ -345,8 +345,8 @@ UNREACHED = {
     "indices": "of sparse tensors, which Thunder does not trace",
     "values": "of sparse tensors, which Thunder does not trace",
     "shallow_copy": "Thunder's own, below",
+    "unfold": "Thunder takes Tensor.unfold for F.unfold, which computes, and cannot trace it",
 }
-_COMPUTES = "Thunder lists F.unfold, which computes, for Tensor.unfold, which it cannot trace"
 
 
 def _layouts(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -357,14 +357,13 @@ def _cases(table: dict[str, Op], dtype: torch.dtype = torch.float32) -> list:
     """Calls by op and layout, where eager allows the op on that layout."""
     found = []
     for name, op in table.items():
-        marks = [pytest.mark.xfail(strict=True, reason=_COMPUTES)] if name == "unfold" else []
         for layout in _layouts(dtype):
             try:
                 op(_layouts(dtype)[layout])
             except RuntimeError:
                 assert (name, layout) in {("view", "permuted"), ("view_as", "permuted")}
                 continue
-            found.append(pytest.param(op, layout, dtype, marks=marks, id=f"{name}-{layout}-{dtype}"))
+            found.append(pytest.param(op, layout, dtype, id=f"{name}-{layout}-{dtype}"))
     return found
 
 
@@ -406,8 +405,6 @@ def test_hidden_views_are_views_that_thunder_computes() -> None:
 
 # --- ops beyond Thunder's lists whose results may be memory of their operands
 
-_UNDECLARED = "PyTorch's schema does not say that the result may be the operand's memory"
-_DECLARED = "an operand is taken for the result's memory, though eager makes a copy"
 
 
 SHARING_OPS: dict[str, Op] = {
@@ -455,37 +452,36 @@ COPIES: dict[str, Op] = {
     "sum of one": lambda x: x[:, :1].sum(1),
     "tile": lambda x: torch.tile(x, (1, 1)),
     "where": lambda x: torch.where(x > 0, x, x),
-    "flip nothing": lambda x: x.flip([]),
-    "repeat": lambda x: x.repeat(1, 1),
+    "F.unfold": lambda x: F.unfold(x[None, None], 2),
 }
-_UNSHARED_BUGS = (
-    "cartesian_prod",
-    "conj_physical",
-    "einsum diagonal",
-    "to_dense",
-    "unsafe_chunk",
-    "unsafe_split",
-    "unsafe_split_with_sizes",
-)
-_SHARED_BUGS = ("flip nothing", "repeat")
+# Thunder's decompositions of these return the operand's memory.
+COPIES_LEFT_OUT: dict[str, Op] = {"flip nothing": lambda x: x.flip([]), "repeat": lambda x: x.repeat(1, 1)}
 
 
-def _params(table: dict[str, Op], bugs: tuple[str, ...], reason: str) -> list:
-    xfail = pytest.mark.xfail(strict=True, reason=reason)
-    return [pytest.param(op, id=name, marks=[xfail] if name in bugs else []) for name, op in table.items()]
+
+def _params(table: dict[str, Op]) -> list:
+    return [pytest.param(op, id=name) for name, op in table.items()]
 
 
-@pytest.mark.parametrize("op", _params(SHARING_OPS, _UNSHARED_BUGS, _UNDECLARED))
+@pytest.mark.parametrize("op", _params(SHARING_OPS))
 def test_what_shares_memory_is_known(op: Op) -> None:
     in_eager = is_shared_in_eager(op, ramp(4, 4))
     found = is_shared(program_of(as_function(op), ramp(4, 4)))
     assert all(may or not does for may, does in zip(found, in_eager, strict=True))
 
 
-@pytest.mark.parametrize("op", _params(COPIES, _SHARED_BUGS, _DECLARED))
+@pytest.mark.parametrize("op", _params(COPIES))
 def test_copies_share_nothing(op: Op) -> None:
     assert not any(is_shared_in_eager(op, ramp(4, 4)))
     assert not any(is_shared(program_of(as_function(op), ramp(4, 4))))
+
+
+@pytest.mark.parametrize("op", _params(COPIES_LEFT_OUT))
+def test_copies_that_thunder_leaves_out_are_added(op: Op) -> None:
+    trace = trace_of(as_function(op), ramp(4, 4))
+    assert not any(is_shared_in_eager(op, ramp(4, 4)))
+    assert any(is_shared(analyse(trace)))
+    assert not any(is_shared(analyse(with_copies(trace))))
 
 
 # --- PyTorch's schemas
@@ -508,17 +504,6 @@ def test_schema_effects(name: str, expected: str | None) -> None:
 
 _TAILS = ((), (0,), (1,), (2,), (0, 1), (0.5,), (torch.float32,), ((1, 3),), ("x",))
 _KNOWN_TO_SHARE = effects._MAYBE_SELF_NAMES | effects._CONVERSION_NAMES | effects._HIDDEN_VIEW_NAMES
-_KNOWN_BUGS = {
-    "align_as",
-    "cartesian_prod",
-    "conj_physical",
-    "resize",
-    "resize_as",
-    "to_dense",
-    "unsafe_chunk",
-    "unsafe_split",
-    "unsafe_split_with_sizes",
-}
 
 
 @cache
@@ -536,11 +521,6 @@ def _wrong_schemas() -> frozenset[str]:
     return frozenset(wrong)
 
 
-def test_schemas_say_what_registered_ops_share_and_write() -> None:
-    assert _wrong_schemas() <= _KNOWN_BUGS
-
-
-@pytest.mark.xfail(strict=True, reason=_UNDECLARED)
 def test_schemas_that_are_trusted_are_right() -> None:
     assert not _wrong_schemas()
 
@@ -592,9 +572,6 @@ def test_what_writes_is_known(name: str) -> None:
 
 # --- ops that write nothing
 
-_OPAQUE = (
-    "neither a primitive nor an op of an executor: taken for undeclared, though nvFuser and PyTorch run it as it is"
-)
 FUNCTIONAL: dict[str, Op] = {
     "avg_pool2d": lambda x: F.avg_pool2d(x, 2),
     "gelu": F.gelu,
@@ -613,10 +590,9 @@ FUNCTIONAL: dict[str, Op] = {
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, hard=False),
     "lp_pool2d": lambda x: F.lp_pool2d(x, 2.0, 2),
 }
-_OPAQUE_BUGS = ("adaptive_avg_pool2d", "argsort", "cumsum", "fold", "gumbel_softmax", "lp_pool2d")
 
 
-@pytest.mark.parametrize("op", _params(FUNCTIONAL, _OPAQUE_BUGS, _OPAQUE))
+@pytest.mark.parametrize("op", _params(FUNCTIONAL))
 def test_functional_ops_write_nothing(op: Op) -> None:
     x = ramp(1, 1, 4, 4)
     op(x)
@@ -644,8 +620,8 @@ def average_pool(x):
     "fn",
     [
         average_pool,
-        pytest.param(pool, marks=pytest.mark.xfail(strict=True, raises=KeyError, reason=_OPAQUE)),
-        pytest.param(pool_by_powers, marks=pytest.mark.xfail(strict=True, raises=HazardError, reason=_OPAQUE)),
+        pool,
+        pool_by_powers,
     ],
 )
 def test_programs_that_write_nothing_have_gradients(fn: Op) -> None:
@@ -656,10 +632,7 @@ def test_programs_that_write_nothing_have_gradients(fn: Op) -> None:
     "fn",
     [
         lambda x: (x * 2).softmax(0) * x,
-        pytest.param(
-            lambda x: (doubled := x * 2).cumsum(0) * doubled,
-            marks=pytest.mark.xfail(strict=True, raises=HazardError, reason=_OPAQUE),
-        ),
+        lambda x: (doubled := x * 2).cumsum(0) * doubled,
     ],
     ids=["softmax", "cumsum"],
 )
@@ -685,29 +658,37 @@ def _kept_copy(copy: Op) -> Op:
     return keep
 
 
-_WRONG = pytest.mark.xfail(strict=True, reason="silently another result than eager's")
-
-
 @pytest.mark.parametrize("mode", ["rewrite", "fallback"])
 @pytest.mark.parametrize(
     "fn",
     [
         pytest.param(_written_view(lambda x: torch.chunk(x, 2)[0]), id="chunk"),
-        pytest.param(_written_view(lambda x: torch.unsafe_chunk(x, 2)[0]), marks=_WRONG, id="unsafe_chunk"),
-        pytest.param(_written_view(lambda x: torch.einsum("ii->i", x)), marks=_WRONG, id="einsum"),
-        pytest.param(_written_view(torch.conj_physical), marks=_WRONG, id="conj_physical"),
+        pytest.param(_written_view(lambda x: torch.unsafe_chunk(x, 2)[0]), id="unsafe_chunk"),
+        pytest.param(_written_view(torch.conj_physical), id="conj_physical"),
     ],
 )
 def test_writes_through_such_views_are_eagers(fn: Op, mode: str) -> None:
     assert compare(fn, lambda: (ramp(4, 4),), Config(mode=mode)) == []
 
 
+@pytest.mark.parametrize("mode", ["rewrite", "fallback", "raise"])
+def test_a_write_through_a_diagonal_by_einsum_is_refused(mode: str) -> None:
+    """Thunder knows no einsum that is a view, and PyTorch runs only its parts."""
+    jitted = thunder.jit(
+        _written_view(lambda x: torch.einsum("ii->i", x)), executors=[guarded_nvfuser_ex], guard_on_hazard=mode
+    )
+    x = ramp(4, 4)
+    with pytest.raises(HazardError, match="einsum"):
+        jitted(x)
+    assert torch.equal(x, ramp(4, 4))
+
+
 @pytest.mark.parametrize(
     "fn",
     [
         pytest.param(_kept_copy(lambda x: torch.tile(x, (1, 1))), id="tile"),
-        pytest.param(_kept_copy(lambda x: x.repeat(1, 1)), marks=_WRONG, id="repeat"),
-        pytest.param(_kept_copy(lambda x: F.unfold(x[None, None], 2)), marks=_WRONG, id="unfold"),
+        pytest.param(_kept_copy(lambda x: x.repeat(1, 1)), id="repeat"),
+        pytest.param(_kept_copy(lambda x: F.unfold(x[None, None], 2)), id="unfold"),
     ],
 )
 def test_copies_do_not_change_with_their_source(fn: Op) -> None:

@@ -25,6 +25,7 @@ from guarded_nvfuser.hazards import (
     judge,
     overlap_hazards,
     program_hazards,
+    refusals,
 )
 from guarded_nvfuser.layouts import is_dense
 from guarded_nvfuser.options import Schedule, schedule
@@ -215,8 +216,8 @@ KINDS: dict[Kind, Twins] = {
     ),
     Kind.LAYOUT: Twins(lambda: _layout(torch.ones(4, 8)[:, :4]), lambda: _layout(torch.ones(4, 4).t())),
     Kind.LEAF: Twins(
-        lambda: program_hazards(program_of(write_a_view_of_a_leaf, leaf())),
-        lambda: program_hazards(program_of(write_a_view_of_a_buffer, leaf(), x4())),
+        lambda: refusals(program_of(write_a_view_of_a_leaf, leaf())),
+        lambda: refusals(program_of(write_a_view_of_a_buffer, leaf(), x4())),
     ),
     Kind.OVERLAP: Twins(
         lambda: _overlapping(lambda x, y: put(prims.mul(x, y), x)), lambda: _overlapping(lambda x, y: prims.mul(x, y))
@@ -570,12 +571,7 @@ def test_hazards_of_a_program_are_its_own() -> None:
     assert program_hazards(program_of(recomputed_after_the_write, x4(), x4())) == ()
 
 
-_NOT_REFUSED = pytest.mark.xfail(
-    strict=True, reason="the rewritten trace writes without autograd, so nobody refuses it"
-)
-
-
-@pytest.mark.parametrize("mode", [pytest.param("rewrite", marks=_NOT_REFUSED), "raise", "fallback"])
+@pytest.mark.parametrize("mode", ["rewrite", "raise", "fallback"])
 @pytest.mark.parametrize("fn", [lambda x: x.mul_(2), write_a_view_of_a_leaf], ids=["leaf", "view of a leaf"])
 def test_write_that_eager_refuses_is_refused(fn: Callable, mode: str) -> None:
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad is being used in an in-place operation"):

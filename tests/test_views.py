@@ -28,11 +28,9 @@ def definite_steps(op: Op) -> list[list[str]]:
     return [[step.sym.name for step in definite_views(bsym)] for bsym in makers]
 
 
-_COMPUTES = pytest.mark.xfail(strict=True, reason="taken for a view by its name: F.unfold shares it with Tensor.unfold")
-_COPIES = pytest.mark.xfail(strict=True, reason="Thunder returns the operand where eager makes a copy")
 
 
-@pytest.mark.parametrize("name", [name for name in VIEWS if name != "unfold"])
+@pytest.mark.parametrize("name", list(VIEWS))
 def test_views_are_definite(name: str) -> None:
     assert definite_steps(VIEWS[name])
     assert all(definite_steps(VIEWS[name]))
@@ -54,8 +52,7 @@ def test_conversion_that_changes_nothing_is_definite() -> None:
 @pytest.mark.parametrize(
     "op",
     [
-        *(pytest.param(op, id=name, marks=[_COPIES] if name == "flip nothing" else []) for name, op in COPIES.items()),
-        pytest.param(VIEWS["unfold"], id="unfold", marks=_COMPUTES),
+        *(pytest.param(op, id=name) for name, op in COPIES.items()),
     ],
 )
 def test_computations_are_no_views(op: Op) -> None:
