@@ -30,7 +30,7 @@ from tests.fuzz_check import MODES, PARTITIONS, Finding, Outcome, check_everywhe
 from tests.generator import ALL, Features, Program, accepted, generate, parse
 
 CHUNK = 25  # programs per run of Hypothesis, which ends at its first failure
-_SHRINKING = 45.0  # seconds to shrink a failure
+_SHRINKING = 25.0  # seconds for each of two ways to shrink a failure
 
 
 class Drawn:
