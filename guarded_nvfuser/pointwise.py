@@ -31,11 +31,13 @@ def read_before_written(body: Body) -> frozenset[int]:
     """
     pieces = pieces_of(body)
     alone = len(pieces) == 1 and not _returns_moved_values(body)
+    targets = _Targets(body)
     ordered: set[int] = set()
     for piece in pieces:
         inside = [bsym for bsym in piece.bsyms if prim_id(bsym) is PrimIDs.COPY_]
-        if inside and _is_pointwise(body, piece) and all(_reads_own_target(body, piece, update) for update in inside):
-            ordered.update(id(update) for update in inside if alone or _is_linked(body, piece, update))
+        if inside and _is_pointwise(body, piece) and all(targets.is_read_by_own(piece, update) for update in inside):
+            links = None if alone else _Links(body, piece)
+            ordered.update(id(update) for update in inside if links is None or links.hold(targets.names(update), update))
     return frozenset(ordered)
 
 
@@ -49,56 +51,83 @@ def _is_pointwise(body: Body, piece: Piece) -> bool:
     return not shapes and shape is not None and all(isinstance(n, int) for n in shape) and any(n > 1 for n in shape)
 
 
-def _target_names(body: Body, update: BoundSymbol) -> set[str]:
-    buffer = body.buffer_of(operands_of(update)[1].name)
-    return {proxy.name for proxy in body.inputs if body.buffer_of(proxy.name) == buffer}
+class _Targets:
+    """The inputs that each update writes, and what is computed from them: bit i stands for the i-th input."""
+
+    def __init__(self, body: Body) -> None:
+        self.body = body
+        self.inputs: dict[int | str, set[str]] = {}
+        for proxy in body.inputs:
+            self.inputs.setdefault(body.buffer_of(proxy.name), set()).add(proxy.name)
+        self.read = {arg.name for bsym in body.bsyms for arg in read_by(bsym)}
+        self.bit = {proxy.name: 1 << index for index, proxy in enumerate(body.inputs)}
+        depends = dict(self.bit)
+        for bsym in body.bsyms:
+            mask = 0
+            for arg in read_by(bsym):
+                mask |= depends.get(arg.name, 0)
+            depends.update((out.name, depends.get(out.name, 0) | mask) for out in tensors(bsym.flat_outs))
+        self.depends = depends
+
+    def names(self, update: BoundSymbol) -> set[str]:
+        """The inputs in the memory of an update's target."""
+        return self.inputs.get(self.body.buffer_of(operands_of(update)[1].name), set())
+
+    def is_read_by_own(self, piece: Piece, update: BoundSymbol) -> bool:
+        """Whether an update's source is computed from its target, which the region reads by one name and in this piece
+        only.
+        """
+        read = self.names(update) & self.read
+        if len(read) != 1 or not read <= piece.names:
+            return False
+        return bool(self.depends.get(operands_of(update)[0].name, 0) & self.bit[next(iter(read))])
 
 
-def _reads_own_target(body: Body, piece: Piece, update: BoundSymbol) -> bool:
-    """Whether an update's source is computed from its target, which the region reads by one name and in this piece only."""
-    names = _target_names(body, update)
-    read = {arg.name for bsym in body.bsyms for arg in read_by(bsym) if arg.name in names}
-    if len(read) != 1 or not read <= piece.names:
-        return False
-    reached = set(read)
-    for bsym in piece.bsyms:
-        if any(arg.name in reached for arg in read_by(bsym)):
-            reached.update(out.name for out in tensors(bsym.flat_outs))
-    return operands_of(update)[0].name in reached
+class _Links:
+    """What holds the ops of a piece in one kernel: values that are computed once.
+
+    Inputs, constants, and chains of unary ops and casts from them are computed anew in every kernel that needs them.
+    """
+
+    def __init__(self, body: Body, piece: Piece) -> None:
+        self.groups = Groups()
+        self.readers: dict[str, list[BoundSymbol]] = {}  # by input: who reads it, directly or at the end of a chain
+        self.root = _roots(piece)
+        for bsym in piece.bsyms:
+            self._add(bsym)
+        self.returned = {self.root.get(out.name) for out in body.outputs}
+
+    def _add(self, bsym: BoundSymbol) -> None:
+        outs = tensors(bsym.flat_outs)
+        for proxy in (*read_by(bsym), *outs):
+            if proxy.name not in self.root:
+                self.groups.join(id(bsym), proxy.name)
+        if outs and all(out.name in self.root for out in outs):
+            return  # part of a chain: who reads its end reads the input
+        for arg in read_by(bsym):
+            if self.root.get(arg.name) is not None:
+                self.readers.setdefault(self.root[arg.name], []).append(bsym)
+
+    def hold(self, names: set[str], update: BoundSymbol) -> bool:
+        """Whether an update is in one kernel with all readers of the inputs `names`."""
+        own = self.groups.find(id(update))
+        return self.returned.isdisjoint(names) and all(
+            self.groups.find(id(bsym)) == own for name in names for bsym in self.readers.get(name, ())
+        )
 
 
-def _repeatable(piece: Piece) -> set[str]:
-    """Names that nvFuser computes anew in every kernel: inputs, constants, and chains of unary ops and casts from them."""
+def _roots(piece: Piece) -> dict[str, str | None]:
+    """Names that nvFuser computes anew in every kernel, each with the input it comes from; None for constants."""
     made = {out.name for bsym in piece.bsyms for out in tensors(bsym.flat_outs)}
-    names = set(piece.names) - made
+    roots: dict[str, str | None] = {name: name for name in piece.names - made}
     for bsym in piece.bsyms:
+        args = tensors(bsym.flat_args)
         chain = prim_id(bsym) in UNARY_PRIMS or prim_id(bsym) in (PrimIDs.CONVERT_ELEMENT_TYPE, PrimIDs.SHALLOW_COPY)
-        if prim_id(bsym) is PrimIDs.FULL or chain and all(arg.name in names for arg in tensors(bsym.flat_args)):
-            names.update(out.name for out in tensors(bsym.flat_outs))
-    return names
-
-
-def _is_linked(body: Body, piece: Piece, update: BoundSymbol) -> bool:
-    """Whether values that are computed once lead from the update to every reader of its target."""
-    repeatable = _repeatable(piece)
-    groups = Groups()
-    for bsym in piece.bsyms:
-        for proxy in (*read_by(bsym), *tensors(bsym.flat_outs)):
-            if proxy.name not in repeatable:
-                groups.join(id(bsym), proxy.name)
-    of_target = _target_names(body, update)
-    readers = []
-    for bsym in piece.bsyms:
-        if not any(arg.name in of_target for arg in read_by(bsym)):
-            continue
-        outs = {out.name for out in tensors(bsym.flat_outs)}
-        if outs and outs <= repeatable:
-            of_target |= outs  # who reads a chain from the target reads the target
-        else:
-            readers.append(bsym)
-    if of_target & {out.name for out in body.outputs}:
-        return False
-    return all(groups.find(id(bsym)) == groups.find(id(update)) for bsym in readers)
+        if prim_id(bsym) is PrimIDs.FULL:
+            roots.update((out.name, None) for out in tensors(bsym.flat_outs))
+        elif chain and all(arg.name in roots for arg in args):
+            roots.update((out.name, roots[args[0].name]) for out in tensors(bsym.flat_outs))
+    return roots
 
 
 def _returns_moved_values(body: Body) -> bool:

@@ -632,7 +632,7 @@ def test_time_is_linear_in_the_ops() -> None:
     assert calls(violations, repeat(800)) < 8 * 1.3 * calls(violations, repeat(100))
 
 
-@pytest.mark.xfail(strict=True, reason="the pointwise rule looks at the whole region once for every update")
+@pytest.mark.xfail(strict=True, reason="masks of updates are as long as the updates are many, and are walked per op")
 def test_time_is_linear_in_the_updates() -> None:
     def repeat(times: int) -> Body:
         def steps(*tensors):
